@@ -30,6 +30,8 @@ from longspan.cli.workload import drawn_lengths
 from longspan.planning.machine import H100
 from longspan.run import fused, walk
 from longspan.run.moves import Memory
+from longspan.run.program import RankProgram
+from longspan.run.tables import CACHE
 from tests.gpu.programs import LaunchCounter, RankPrograms, drive, programs_without_kernel
 
 SEQ, HEADS, KV_HEADS, DIM = 1 << 20, 32, 8, 128
@@ -82,14 +84,13 @@ class Launcher:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Move rows by tables and Triton's kernels, as on GPUs, for tensors on any device."""
-    names = ("merge_kernel", "rows_kernel", "two_rows_kernel")
-    kept = walk.memory_for, fused.is_fused
     from longspan.run import triton_kernels
 
-    kernels = {name: getattr(triton_kernels, name) for name in names}
-    walk.memory_for = lambda program, device: Memory(program.buffers, device, by_index=True)
+    kept = walk.memory_for, fused.is_fused
+    kernels = {name: kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")}
+    walk.memory_for = memory_by_tables
     fused.is_fused = lambda _: True
-    for name in names:
+    for name in kernels:
         setattr(triton_kernels, name, Launcher())
     try:
         yield
@@ -97,6 +98,11 @@ def as_on_a_gpu() -> Iterator[None]:
         walk.memory_for, fused.is_fused = kept
         for name, kernel in kernels.items():
             setattr(triton_kernels, name, kernel)
+
+
+def memory_by_tables(program: RankProgram, device: torch.device) -> Memory:
+    tables = CACHE.get(program, device)
+    return Memory(program.buffers, device, tables.numbers, tables.index)
 
 
 def plan_of(case: Case, smaller: int = 1, scheme: str = "auto") -> ls.Plan:

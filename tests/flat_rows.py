@@ -4,8 +4,9 @@ import torch
 
 from longspan.run import merge
 from longspan.run.moves import Memory
-from longspan.run.program import items_of, part_of
+from longspan.run.program import RankProgram, items_of, part_of
 from longspan.run.recorder import Called, Recorder
+from longspan.run.tables import CACHE
 from longspan.tile import accumulation_dtype
 
 CPU = torch.device("cpu")
@@ -18,7 +19,8 @@ def changed(function, *rows):
 
 def by_tables(program, device):
     """Memory in which rows are moved by tables, as on GPUs."""
-    return Memory(program.buffers, device, by_index=True)
+    tables = CACHE.get(program, device)
+    return Memory(program.buffers, device, tables.numbers, tables.index)
 
 
 class Played:
@@ -35,10 +37,11 @@ class Played:
 
     def tensors(self, *rows):
         self.log += self.recorder.cut()
-        memory = Memory(self.recorder.buffers, CPU, by_index=self.by_index)
+        program = RankProgram([], items_of(self.log), [], self.recorder.buffers)
+        memory = by_tables(program, CPU) if self.by_index else Memory(program.buffers, CPU)
         for number, tensor in self.given.items():
             memory.tensors[number] = tensor
-        for item in items_of(self.log):
+        for item in program.end:
             if isinstance(item, Called):
                 sources = [part_of(memory, rows) for rows in item.sources]
                 memory.tensors[item.result.number] = item.function(*sources)

@@ -40,6 +40,9 @@ def start(name, devices=4):
     else:
         _install_standin(name)
     _register_backend(name)
+    from tests.kernel_models import rows
+
+    rows.install(_launch_rows)
     atexit.register(native.drain, True)  # kernels may be Python functions, which cannot run once Python has ended
 
 
@@ -215,6 +218,17 @@ def device(index=0):
     return torch.device(form, index)
 
 
+def _launch_rows(function, args, constants):
+    """Enqueue a model of a Triton kernel, which takes memory of one device only."""
+    from tests.kernel_models.rows import Pointer, at_once
+
+    devices = {x.tensor.device for x in args if isinstance(x, Pointer)}
+    if len(devices) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices}")
+    aliases = [Pointer(native.cpu_alias(x.tensor), x.dtype) if isinstance(x, Pointer) else x for x in args]
+    native.launch(devices.pop().index, lambda: at_once(function, aliases, constants))
+
+
 PLAIN = {"kernel_delay": 0, "message_delay": 0, "late_kernels": 0, "late_messages": 0}
 """Microseconds: see native/streams.h."""
 SCHEDULES = {
@@ -224,6 +238,8 @@ SCHEDULES = {
     "late messages": {"late_messages": 5_000_000},
     "late kernels": {"late_kernels": 5_000_000},
     "all late": {"late_kernels": 5_000_000, "late_messages": 5_000_000},
+    # For what needs a whole forward to go wrong, which may take longer on a busy machine.
+    "all very late": {"late_kernels": 40_000_000, "late_messages": 40_000_000},
 }
 
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan.run import transports
+from longspan.run import tables, transports
 from longspan.run.group import Running
-from longspan.run.moves import Memory
 from longspan.run.transports import Buffers
 from tests.device import attention_work, forms
 from tests.simulation.streams_mistakes import replaced, rewritten
@@ -69,20 +68,31 @@ START = "buffers, works = self._start(exchange)"
 BACKWARD = "self.running.call.direction == 'backward'"
 
 
-def _table_from_overwritten_memory(memory, rows):
-    source = torch.from_numpy(rows.astype("int64")).pin_memory()
-    table = source.to(memory.device, non_blocking=True)
+def _table_from_overwritten_memory(numbers, device):
+    source = torch.from_numpy(numbers).pin_memory()
+    table = source.to(device, non_blocking=True)
     source.zero_()  # as if the buffer was used for something else, before the copy is over
     return table
 
 
-def _table_on_the_host(memory, rows):
-    return torch.from_numpy(rows.astype("int64"))
+_staging = []
 
 
-def _table_on_another_device(memory, rows):
-    other = (memory.device.index + 1) % torch.accelerator.device_count()
-    return torch.from_numpy(rows.astype("int64")).to(torch.device(memory.device.type, other))
+def _table_from_one_buffer(numbers, device):
+    """One pinned buffer for all programs, which is written again without waiting for the last copy."""
+    if not _staging or len(_staging[0]) < len(numbers):
+        _staging[:] = [torch.empty(max(1 << 16, len(numbers)), dtype=torch.int64).pin_memory()]
+    part = _staging[0][: len(numbers)]
+    return part.copy_(torch.from_numpy(numbers)).to(device, non_blocking=True)
+
+
+def _table_on_the_host(numbers, device):
+    return torch.from_numpy(numbers)
+
+
+def _table_on_another_device(numbers, device):
+    other = (device.index + 1) % torch.accelerator.device_count()
+    return torch.from_numpy(numbers).to(torch.device(device.type, other))
 
 
 def _start_without_wait(running, start, device):
@@ -118,12 +128,17 @@ MISTAKES = {
                "arrived = {peer: torch.empty_like(buffer) for peer, buffer in buffers.items()}")
     ),
     "a pinned source is overwritten": Mistake(
-        methods=((Memory, "table", _table_from_overwritten_memory),), schedule=LATE
+        methods=((tables, "copy_to_device", _table_from_overwritten_memory),), schedule=LATE
+    ),
+    "one pinned buffer serves all tables": Mistake(
+        methods=((tables, "copy_to_device", _table_from_one_buffer),), schedule="all very late"
     ),
     # devices
-    "tables of rows stay on the host": Mistake(methods=((Memory, "table", _table_on_the_host),), schedule="plain"),
+    "tables of rows stay on the host": Mistake(
+        methods=((tables, "copy_to_device", _table_on_the_host),), schedule="plain"
+    ),
     "tables of rows are on another device": Mistake(
-        methods=((Memory, "table", _table_on_another_device),), schedule="plain"
+        methods=((tables, "copy_to_device", _table_on_another_device),), schedule="plain"
     ),
     "messages are on another device": Mistake(
         ((Buffers, "take", "device=device", "device=torch.device(device.type, (device.index + 1) % 4)"),),
@@ -149,8 +164,8 @@ RIGHT = {
         in_run(SEND, f"with _joined(): {SEND}"), schedule=LATE,
     ),
     "tables from pinned memory that is not touched again": Mistake(
-        methods=((Memory, "table", lambda memory, rows: torch.from_numpy(rows.astype("int64")).pin_memory().to(
-            memory.device, non_blocking=True)),), schedule=LATE,
+        methods=((tables, "copy_to_device", lambda numbers, device: torch.from_numpy(numbers).pin_memory().to(
+            device, non_blocking=True)),), schedule=LATE,
     ),
 }  # fmt: skip
 

@@ -12,20 +12,35 @@ import pytest
 from tests.jobs.runner import ROOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
-KERNELS = ROOT / "src" / "longspan" / "execution" / "fused" / "triton_kernels.py"
+KERNELS = ROOT / "src" / "longspan" / "run" / "triton_kernels.py"
 LIMIT = 1e-6
 
 MUTANTS = {
-    "rows that saw nothing are nan": ('tl.where(high == float("-inf"), 0.0, high)', "high", "merge"),
-    "the maximum is not kept": ("tl.store(at_top, high, mask=known)", "tl.store(at_top, old_top, mask=known)", "merge"),
-    "the sum is not scaled": ("other=0.0) * old + new", "other=0.0) + new", "merge"),
-    "rows beyond the end are written": ("known = i < rows", "known = i < rows + 3", "merge"),
-    "rows of both are one's": ("tl.load(here + i, mask=known", "tl.load(there + i, mask=known", "merge"),
-    "heads are batch rows": ("(plane // heads)", "(plane % heads)", "merge"),
-    "rows go where they came from": ("place[:, None] * target_t", "row[:, None] * target_t", "moves"),
-    "what should be added replaces": ("whole + part.to(whole.dtype)", "part.to(whole.dtype)", "moves"),
-    "features beyond the last are written": ("(d < dim)[None, :]\n    row", "(d < dim + 2)[None, :]\n    row", "moves"),
-    "the second move never adds": ("target2_t, ROWS, DIM, ADDS", "target2_t, ROWS, DIM, False", "moves"),
+    "rows that saw nothing are nan": ('tl.where(high_top == float("-inf"), 0.0, high_top)', "high_top", "merge"),
+    "the maximum is not kept": ("tl.store(at_top, high_top", "tl.store(at_top, old_top", "merge"),
+    "the sum is not scaled": ("old_num * old + new", "old_num + new", "merge"),
+    "rows beyond the end are written": ("i, i < rows\n", "i, i < rows + 3\n", "merge"),
+    "rows of both are one's": ("state, part = line + 7, line + 4", "state, part = line + 7, line + 7", "merge"),
+    "finished rows are not divided": ("tl.store(at_out, mean.to(", "tl.store(at_out, whole.to(", "merge"),
+    "the logarithm of the sum is not added": ("old_top + tl.log(old_num)", "old_top", "merge"),
+    "heads are batch rows": (
+        "return line, plane // heads, plane % heads",
+        "return line, plane % heads, plane // heads",
+        "moves",
+    ),
+    "the search ends one step early": ("for _ in range(steps)", "for _ in range(steps - 1)", "moves"),
+    "a run's first program is not subtracted": ("block = program - tl.load(line)", "block = program", "moves"),
+    "parts of messages lie as tensors do": ("tl.where(is_part, ", "tl.where(is_part & (b < 0), ", "moves"),
+    "the stride of heads is that of batch rows": ("x + b * y + h * z", "x + b * y + h * y", "moves"),
+    "the first token is not counted": ("(y + h) * by_head + z * by_token", "(y + h) * by_head", "moves"),
+    "rows go where they came from": ("_offset(line + 7, (flags & INTO", "_offset(line + 4, (flags & INTO", "moves"),
+    "what should be added replaces": ("whole + part.to(TARGET)", "part.to(TARGET)", "moves"),
+    "features beyond the last are written": (
+        "(d < dim)[None, :]\n    offset",
+        "(d < dim + 2)[None, :]\n    offset",
+        "moves",
+    ),
+    "the second move is the first": ("if (flags & SECOND) != 0:", "if (flags & SECOND) > 1:", "moves"),
 }
 
 
@@ -68,19 +83,28 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from longspan.run import fused
-    from longspan.run.triton_kernels import merge_kernel, rows_kernel, two_rows_kernel
+    from longspan.run.triton_kernels import rows_kernel, state_kernel
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = folder / ("ptxas-blackwell" if capability >= 90 else "ptxas")
-    wide = {"acc": "*fp32", "top": "*fp32", "num": "*fp32", "lse": "*fp32", "here": "*i32", "there": "*i32"}
-    wide |= {"here2": "*i32", "there2": "*i32"}
-    for kernel in (merge_kernel, rows_kernel, two_rows_kernel):
-        sizes = fused._grid(1, 4096, 128)[1] | {"ADDS": False, "BY_ROW": True}
-        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        tensors = dict.fromkeys(("out", "source", "target", "source2", "target2"), kind) | wide
-        signature = {name: "constexpr" if name in constants else tensors.get(name, "i64") for name in kernel.arg_names}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): n for name, n in constants.items()})
+    shared = {"ROWS": 16, "ALIGNED": True}
+    words = dict.fromkeys(("source", "target", "source2", "target2"), "*i32")
+    sums = dict.fromkeys(("source", "source2"), kind) | dict.fromkeys(("target", "target2"), "*fp32")
+    state = dict.fromkeys(("acc", "top", "num", "lse"), "*fp32") | {"out": kind}
+    wide = {"TINY": 1e-38, "DIM": 128}
+    launches = [
+        (rows_kernel, words, {"KIND": 0, "DIM": 64}),
+        (rows_kernel, words, {"KIND": 2, "DIM": 64}),
+        (rows_kernel, sums, {"KIND": 1, "DIM": 128}),
+        (state_kernel, state, wide | {"FINISH": False}),
+        (state_kernel, state, wide | {"FINISH": True}),
+    ]
+    for kernel, pointers, more in launches:
+        constants, pointers = shared | more, pointers | {"table": "*i64"}
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i64") for name in kernel.arg_names}
+        places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+        aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}
+        source = ASTSource(kernel, signature, {places[name]: n for name, n in constants.items()}, aligned)
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
         assert len(compiled.asm["cubin"]) > 0
         ptx = tmp_path / "kernel.ptx"
@@ -90,7 +114,9 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
         told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
         registers = int(re.search(r"Used (\d+) registers", told)[1])
         assert "0 bytes spill stores" in told
+        assert re.search(r"(ld|st)\.global.*\.v[24]\.b32", compiled.asm["ptx"]), "reads or writes are not vectors"
         assert registers <= 168  # three blocks of 128 threads on a multiprocessor
         record_property(
-            f"{kernel.__name__} sm_{capability} {kind}", f"{registers} registers, {compiled.metadata.shared} B"
+            f"{kernel.__name__} {len(list(tmp_path.iterdir()))} sm_{capability} {kind}",
+            f"{registers} registers, {compiled.metadata.shared} B",
         )

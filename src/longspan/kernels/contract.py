@@ -7,7 +7,7 @@ q or k counts the rows of one tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
@@ -37,6 +37,8 @@ class TileWork:
     scale: float
     pairs: TilePairs | None = None
     """None if there are only bands."""
+    index: Mapping[object, Tensor] | None = None
+    """The kernel's `index_arrays` on the device, by their names; None: the kernel copies them itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +57,11 @@ Group = tuple[Tile, ...]
 
 
 class Kernel(Protocol):
-    """Attention of many tiles on one device. Tensors may be strided views; q, k and v share a dtype."""
+    """Attention of many tiles on one device. Tensors may be strided views; q, k and v share a dtype.
+
+    A kernel may have `index_arrays(tiles, num_q, num_k, batch)`: int32 arrays by name that depend only on tiles. A plan
+    copies them to the device with its own tables.
+    """
 
     @property
     def name(self) -> str: ...

@@ -10,14 +10,16 @@ hi + shift and right = -lo - shift, neither of which can be negative when no row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.attention
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import _torch
@@ -28,6 +30,8 @@ MULTIPLE = 8
 
 Window = tuple[int, int]
 Starts = Tensor | None
+Index = Mapping[object, Tensor]
+"""Index tensors by name: (number of the launch, side, batch rows or None)."""
 FlashOp = Callable[
     [Tensor, Tensor, Tensor, Starts, Starts, tuple[int, int], Window, float],
     tuple[Tensor, Tensor],
@@ -139,8 +143,9 @@ class Flash:
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         b, e, (q, k, v), _ = work.q_BHQD.shape[0], work.v_BGKE.shape[3], *self._padded(work)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
-            operands = launch.queries(q), launch.keys(k), launch.keys(v)
-            out, lse = self.op(*operands, *launch.starts(q), launch.longest, launch.window, work.scale)
+            index = work.index
+            operands = launch.queries(q, index), launch.keys(k, index), launch.keys(v, index)
+            out, lse = self.op(*operands, *launch.starts(q, index), launch.longest, launch.window, work.scale)
             yield launch.unpacked(out, b, e), launch.unpacked_lse(lse, b)
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -150,9 +155,12 @@ class Flash:
         # the operator itself writes +inf for rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
-            operands = launch.queries(dout), launch.queries(q), launch.keys(k), launch.keys(v), launch.queries(out)
+            index = work.index
+            queries = launch.queries(dout, index), launch.queries(q, index)
+            operands = *queries, launch.keys(k, index), launch.keys(v, index), launch.queries(out, index)
+            starts = launch.starts(q, index)
             dq, dk, dv = self.backward_op(
-                *operands, launch.lse(lse), *launch.starts(q), launch.longest, launch.window, work.scale
+                *operands, launch.lse(lse, index), *starts, launch.longest, launch.window, work.scale
             )
             yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
 
@@ -163,6 +171,13 @@ class Flash:
         assert widths is not None, f"head dims {d} and {e} were not refused"
         q, k = (in_vectors(x, widths[0], MULTIPLE) for x in (work.q_BHQD, work.k_BGKD))
         return (q, k, in_vectors(work.v_BGKE, widths[1], MULTIPLE)), widths[1]
+
+    def index_arrays(
+        self, tiles: Sequence[Tile], num_q: int, num_k: int, batch: int
+    ) -> dict[object, NDArray[np.int32]]:
+        """Return the index arrays of all launches, which do not depend on values, by their names."""
+        launches = self._launches(tiles, num_q, num_k)
+        return {name: array for launch in launches for name, array in launch.index_arrays(batch)}
 
     def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
         room = (num_q, num_k) if self.grouped else (0, 0)
@@ -179,7 +194,10 @@ class Launch:
     window: Window
     tiles: list[Tile]
     packs: bool = False
+    number: int = 0
+    """Its place among the launches of the same tiles."""
     known: dict[object, Tensor] = field(default_factory=dict)
+    """Index tensors that a plan has not copied to the device, by name and device."""
 
     @cached_property
     def is_dense(self) -> bool:
@@ -201,44 +219,56 @@ class Launch:
     def cols(self) -> Side:
         return Side("cols", [(tile.k0, tile.cols) for tile in self.tiles])
 
-    def queries(self, x_BHQD: Tensor) -> Tensor:
-        return self._packed(x_BHQD, self.rows)
+    def queries(self, x_BHQD: Tensor, index: Index | None = None) -> Tensor:
+        return self._packed(x_BHQD, self.rows, index)
 
-    def keys(self, x_BGKD: Tensor) -> Tensor:
-        return self._packed(x_BGKD, self.cols)
+    def keys(self, x_BGKD: Tensor, index: Index | None = None) -> Tensor:
+        return self._packed(x_BGKD, self.cols, index)
 
-    def lse(self, x_BHQ: Tensor) -> Tensor:
+    def lse(self, x_BHQ: Tensor, index: Index | None = None) -> Tensor:
         """Return (B, H, q) for one tile, (H, T) for many."""
-        picked = self._picked(x_BHQ, 2, self.rows)
+        picked = self._picked(x_BHQ, 2, self.rows, index)
         return (picked if self.is_dense else picked.transpose(0, 1).flatten(1)).contiguous()
 
-    def _packed(self, x_BHTD: Tensor, side: Side) -> Tensor:
+    def _packed(self, x_BHTD: Tensor, side: Side, index: Index | None = None) -> Tensor:
         """Return (B, t, H, D) for one tile, (T, H, D) for many. Rows are packed token by token, with all heads of a
         token together, so that a copy has the right layout at once."""
-        picked = self._picked(x_BHTD.transpose(1, 2), 1, side)
+        picked = self._picked(x_BHTD.transpose(1, 2), 1, side, index)
         return picked if self.is_dense else picked.flatten(0, 1)
 
-    def _picked(self, x: Tensor, dim: int, side: Side) -> Tensor:
+    def _picked(self, x: Tensor, dim: int, side: Side, index: Index | None = None) -> Tensor:
         """Return the rows of all tiles, one tile after the other."""
         if side.is_one_run:  # neighbours in memory: nothing to copy
             return x if side.total == x.shape[dim] else x.narrow(dim, side.runs[0][0], side.total)
-        key = side.name, x.device
-        if key not in self.known:
-            self.known[key] = torch.cat([torch.arange(a, a + n) for a, n in side.runs]).to(x.device)
-        return x.index_select(dim, self.known[key])
+        return x.index_select(dim, self._index(side, None, x.device, index))
 
-    def starts(self, like_BHQD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def starts(self, like_BHQD: Tensor, index: Index | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Return where each slice starts among the packed queries and keys, and where the last one ends: the same
         tensor for both if every slice is a square."""
         if self.is_dense:
             return None, None
         b, device = like_BHQD.shape[0], like_BHQD.device
+        rows = self._index(self.rows, b, device, index)
+        return rows, rows if self.is_square else self._index(self.cols, b, device, index)
+
+    def index_arrays(self, batch: int) -> Iterator[tuple[object, NDArray[np.int32]]]:
+        """Yield the names and values of the index tensors."""
         for side in (self.rows, self.cols):
-            if (side.name, b, device) not in self.known:
-                ends = torch.tensor([0, *(n for _ in range(b) for _, n in side.runs)]).cumsum(0)
-                self.known[side.name, b, device] = ends.to(device=device, dtype=torch.int32)
-        rows, cols = self.known[self.rows.name, b, device], self.known[self.cols.name, b, device]
-        return rows, rows if self.is_square else cols
+            if not side.is_one_run:
+                yield (self.number, side.name, None), side.tokens()
+            if not self.is_dense:
+                yield (self.number, side.name, batch), side.starts(batch)
+
+    def _index(self, side: Side, batch: int | None, device: torch.device, index: Index | None) -> Tensor:
+        """Return the tokens of a side, or, with `batch`, its starts."""
+        name = self.number, side.name, batch
+        if index is not None:
+            return index[name]
+        key = *name, device
+        if key not in self.known:
+            array = side.tokens() if batch is None else side.starts(batch)
+            self.known[key] = torch.from_numpy(array).to(device)
+        return self.known[key]
 
     def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
         """Return a result as (B, H, t, dim)."""
@@ -268,6 +298,16 @@ class Side:
     def is_one_run(self) -> bool:
         return all(a + n == b for (a, n), (b, _) in pairwise(self.runs))
 
+    def tokens(self) -> NDArray[np.int32]:
+        """Return all rows, tile by tile."""
+        first, num = np.array(self.runs, dtype=np.int32).T
+        ends = np.cumsum(num, dtype=np.int32)
+        return np.repeat(first - ends + num, num) + np.arange(self.total, dtype=np.int32)
+
+    def starts(self, batch: int) -> NDArray[np.int32]:
+        """Return the first row of every tile of every batch row among the packed rows, and their number."""
+        return np.cumsum([0, *(n for _, n in self.runs * batch)], dtype=np.int32)
+
 
 def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = False) -> list[Launch]:
     """Group tiles of equal windows, in order. A launch takes no further tile if it would pack more rows or keys than
@@ -279,7 +319,7 @@ def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = 
         launch, rows, cols = open_at.get(window, (None, 0, 0))
         rows, cols = rows + tile.rows, cols + tile.cols
         if launch is None or rows > max_rows or cols > max_cols:
-            launch, rows, cols = Launch(window, [], packs), tile.rows, tile.cols
+            launch, rows, cols = Launch(window, [], packs, len(result)), tile.rows, tile.cols
             result.append(launch)
         launch.tiles.append(tile)
         open_at[window] = launch, rows, cols

@@ -1,6 +1,7 @@
 """Plans as plain data: which rank sends what in which step, and what it computes. No torch."""
 
 from longspan.planning.backward_plan import backward, reverse
+from longspan.planning.kernel_memory import set_table_limit, table_limit
 from longspan.planning.machine import MACHINES, Link, Machine, Tiling, machine_named
 from longspan.planning.planners import PLANNERS, Scheme, scheme
 from longspan.planning.problem import Problem
@@ -30,7 +31,9 @@ __all__ = [
     "machine_named",
     "reverse",
     "scheme",
+    "set_table_limit",
     "simulate",
     "table",
+    "table_limit",
     "validate",
 ]

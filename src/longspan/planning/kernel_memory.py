@@ -34,9 +34,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longspan.errors import PlanError
 from longspan.planning.cost import BATCH, KV_HEADS, KV_TOKENS, Q_HEADS, Q_TOKENS, bands_of, launch_table, sides
 from longspan.planning.machine import Machine
-from longspan.planning.steps import Sizes, Step
+from longspan.planning.steps import Role, Sizes, Step
+from longspan.spans import check_int
+
+TABLE_LIMIT = 64 << 20
+_table_limit = TABLE_LIMIT
+
+
+def table_limit() -> int:
+    """Return the most bytes of tables of runs, of all plans together, that stay on a GPU."""
+    return _table_limit
+
+
+def set_table_limit(num_bytes: int = TABLE_LIMIT) -> None:
+    """Set the most bytes of tables of runs, of all plans together, that stay on a GPU.
+
+    The tables of a plan that were dropped are copied to the GPU again at the plan's next call.
+    """
+    global _table_limit
+    _table_limit = check_int(num_bytes, "num_bytes", "set_table_limit()", PlanError)
+
 
 BLOCK = 128
 """Flash attention rounds the rows of its buffers up to this."""
@@ -158,13 +178,14 @@ def workspace_of(
     return packed + facts.workspace(launch, splits)
 
 
-# -- Workspace of a plan's launches, and tables of row numbers ---------------------------------------------------------
+# -- Workspace of a plan's launches, and tables of runs ----------------------------------------------------------------
 # `cost.py` does not count this memory. A launch's workspace exists while it runs, so a pass needs that of its largest
-# launch. Tables list the rows that are packed, gathered and added. They stay on the device as long as the plan: four
-# bytes for every row of every piece that is sent, received or computed on.
+# launch. Tables list the runs of rows that are packed, gathered and added: one line for every run of every tensor of a
+# piece that is sent, received or computed on, whatever its tokens and heads. All plans together keep `table_limit()`.
 
 
-INDEX_BYTES = 4
+LINE_BYTES = 80
+TENSORS = {Role.Q: 1, Role.KV: 2, Role.OUT: 2, Role.DOUT: 3, Role.DQ: 1, Role.DKV: 2}
 VECTOR = 8
 """GPU kernels read this many features at once: heads are padded to a multiple of it."""
 
@@ -204,16 +225,10 @@ def workspace_bytes(
 
 
 def table_bytes(forward: tuple[Step, ...], backward: tuple[Step, ...], machine: Machine) -> int:
-    """Return the bytes of the row tables that a plan keeps on a GPU; those on CPUs are not counted."""
+    """Return the bytes of the tables of runs of a plan on a GPU; those on CPUs are not counted."""
     if not machine.one_launch:
         return 0
     moved = [t.piece for steps in (forward, backward) for step in steps for t in step.transfers]
     used = [piece for step in forward for compute in step.computes for piece in (compute.q, compute.kv)]
-    tokens: dict[int, int] = {}  # pieces share tuples of spans
-    total = 0
-    for piece in (*moved, *used, *used):  # the computes of both passes
-        spans = id(piece.spans)
-        if spans not in tokens:
-            tokens[spans] = piece.num_tokens
-        total += tokens[spans]
-    return INDEX_BYTES * total
+    lines = sum(TENSORS[piece.role] * len(piece.spans) for piece in (*moved, *used, *used))  # both passes compute
+    return min(LINE_BYTES * lines, table_limit())

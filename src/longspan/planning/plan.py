@@ -18,7 +18,7 @@ from longspan.masks.mask import MaskKey
 from longspan.planning.backward_plan import reverse
 from longspan.planning.choose import REASON_HEAD, Reason, choose, compare, device_bytes, judge
 from longspan.planning.cost import peak_bytes, received
-from longspan.planning.kernel_memory import about_kernel, why_not
+from longspan.planning.kernel_memory import about_kernel, table_limit, why_not
 from longspan.planning.machine import Machine
 from longspan.planning.planners import Scheme, scheme
 from longspan.planning.problem import Problem
@@ -244,7 +244,8 @@ class Plan(Handled):
             f"  kernel     {self.kernel_assumed}",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
-            f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, beyond own tensors",
+            f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, beyond own tensors;"
+            f" tables of all plans at most {bytes_text(table_limit())}",
             f"compared ({len(self.reasons)}; bytes are the most of any rank, both passes; peaks are of ranks likely to"
             " be busiest):",
             REASON_HEAD,

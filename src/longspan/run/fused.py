@@ -1,11 +1,13 @@
-"""Launch the Triton kernels that merge partial results and copy or add rows. Used on GPUs with Triton."""
+"""Launch the Triton kernels that move rows and merge partial results. Used on GPUs with Triton."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,111 +16,190 @@ CELLS = 2048
 """Elements per program: twice as many use all registers of a thread."""
 KNOWN = 8192
 """Size of the caches of launch arguments: those of a plan are the same in every call."""
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Words as which rows are copied, by their bytes."""
+VECTOR = 16
+"""Bytes that a thread reads at once."""
 Ints = tuple[int, ...]
 
 
-def is_fused(tensor: Tensor) -> bool:
-    """Return whether these kernels support the tensor: on NVIDIA GPUs, with Triton."""
-    return tensor.device.type == "cuda" and _has_triton()
+@lru_cache(maxsize=64)
+def is_fused(device: torch.device) -> bool:
+    """Return whether these kernels run on the device: NVIDIA GPUs, with Triton."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return sys.modules.get("triton", ...) is not None and find_spec("triton") is not None
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+class Lines(NamedTuple):
+    """Lines of a table of runs, for one launch."""
+
+    low: int
+    high: int
+    """One more than the last line."""
+    first: int
+    """The first program of the first line."""
+    programs: int
+    rows: int
+    """Rows per program, a power of 2."""
+    unit: int
+    """Largest power of 2, up to VECTOR, that divides offsets and strides of parts of messages, in bytes."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of a binary search."""
+        return (self.high - self.low - 1).bit_length()
 
 
-def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge a partial result into the state of `(B, H, T, E)` rows, in place."""
-    _launch_merge((acc, top, num, out, lse), None, None)
+class Place(NamedTuple):
+    """A source or a target: a `(B, H, T, D)` tensor, or a message that contains it."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    dim: int
+    is_message: bool
+
+    @property
+    def form(self) -> tuple[torch.dtype, int, Ints | None]:
+        return self.dtype, self.dim, None if self.is_message else self.tensor.stride()
 
 
-def merge_rows(state: Sequence[Tensor], out: Tensor, lse: Tensor, src_rows: Tensor, dst_rows: Tensor) -> None:
-    """Merge rows `src_rows` of a partial result into rows `dst_rows` of the state (acc, top, num), in place."""
-    _launch_merge((*state, out, lse), src_rows, dst_rows)
+Form = tuple[torch.dtype, int, Ints | None]
+"""dtype, features, and strides in elements; None for parts of messages, which are contiguous."""
 
 
-def _launch_merge(tensors: Sequence[Tensor], src_rows: Tensor | None, dst_rows: Tensor | None) -> None:
-    from longspan.run.triton_kernels import merge_kernel
-
-    acc, top, num, out, lse = tensors
-    out = out if out.stride(3) == 1 else out.contiguous()
-    rows = acc.shape[2] if src_rows is None else src_rows.numel()
-    strides = acc.stride(), top.stride(), num.stride(), out.stride(), lse.stride()
-    grid, numbers, sizes = _merge_arguments(acc.shape, rows, strides)
-    tables = (acc, acc) if src_rows is None else (src_rows, dst_rows)  # unused without tables
-    launch: Any = merge_kernel[grid]
-    launch(acc, top, num, out, lse, *tables, *numbers, BY_ROW=src_rows is not None, **sizes)
+def rows_per_program(dim: int) -> int:
+    return max(1, CELLS // _power(dim))
 
 
-@lru_cache(maxsize=KNOWN)
-def _merge_arguments(shape: Ints, rows: int, strides: tuple[Ints, ...]) -> tuple[tuple[int], Ints, dict[str, Any]]:
-    """Return the grid, the numeric arguments and the constants of a merge. Statistics may have a last dim of 1."""
-    batch, heads, _, dim = shape
-    _check_dense(dim, strides[0])
-    grid, sizes = _grid(batch * heads, rows, dim)
-    return grid, (heads, rows, dim, *(stride for each in strides for stride in each[:3])), sizes
+def move_rows(table: Tensor, lines: Lines, moves: Sequence[tuple[Place, Place]], kind: str, value: float = 0.0) -> bool:
+    """Copy, add or fill (`kind`) rows between one or two pairs of source and target; for fills, both are the target.
 
-
-Rows = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A source, a target, and the row numbers in each."""
-
-
-def move_rows(source: Tensor, target: Tensor, src_rows: Tensor, dst_rows: Tensor, *, adds: bool = False) -> None:
-    """Copy or add rows `src_rows` of a `(B, H, T, D)` tensor to rows `dst_rows` of another of the same B, H, D."""
+    Return False, without a launch, if two moves convert between different dtypes.
+    """
+    moves = [(_dense(source), target) for source, target in moves]
+    bits = VECTOR
+    for move in moves:
+        bits |= move[0].tensor.data_ptr() | move[1].tensor.data_ptr()
+    forms = tuple(place.form for move in moves for place in move)
+    arguments = _move_arguments(forms, gcd(bits, VECTOR, lines.unit), kind, lines.rows)
+    if arguments is None:
+        return False
     from longspan.run.triton_kernels import rows_kernel
 
-    source = source if source.stride(3) == 1 else source.contiguous()
-    grid, numbers, sizes = _move_arguments(_sizes(source, target, src_rows))
-    launch: Any = rows_kernel[grid]
-    launch(source, target, src_rows, dst_rows, *numbers, ADDS=adds, **sizes)
-
-
-def move_two(first: Rows, second: Rows, *, adds: bool = False) -> None:
-    """Run two independent moves in one launch."""
-    from longspan.run.triton_kernels import two_rows_kernel
-
-    source, target, src, dst = first
-    source2, target2, src2, dst2 = second
-    source = source if source.stride(3) == 1 else source.contiguous()
-    source2 = source2 if source2.stride(3) == 1 else source2.contiguous()
-    both = _sizes(source, target, src), _sizes(source2, target2, src2)
-    grid, numbers, numbers2, programs, sizes = _arguments_of_two(*both)
-    launch: Any = two_rows_kernel[grid]
-    launch(source, target, src, dst, *numbers, source2, target2, src2, dst2, *numbers2, programs, ADDS=adds, **sizes)
-
-
-Sizes = tuple[Ints, Ints, Ints, int]
-"""Shape and strides of a move's source, strides of its target, and its number of rows."""
-
-
-def _sizes(source: Tensor, target: Tensor, src_rows: Tensor) -> Sizes:
-    return source.shape, source.stride(), target.stride(), src_rows.numel()
+    numbers, types, constants = arguments
+    fill = _fill_bits(value, forms[0][0], types[1]) if kind == "fill" else 0
+    pointers = [_pointer(place.tensor, dtype) for move in moves for place, dtype in zip(move, types, strict=True)]
+    launch: Any = rows_kernel[(lines.programs,)]
+    launch(
+        table, lines.low, lines.high, lines.steps, lines.first, fill,
+        *pointers[:2], *numbers[0], *pointers[-2:], *numbers[-1], **constants,
+    )  # fmt: skip
+    return True
 
 
 @lru_cache(maxsize=KNOWN)
-def _move_arguments(sizes: Sizes) -> tuple[tuple[int], Ints, dict[str, Any]]:
-    (batch, heads, _, dim), source, target, rows = sizes
-    _check_dense(dim, target)
-    grid, of_program = _grid(batch * heads, rows, dim)
-    return grid, (heads, rows, dim, *source[:3], *target[:3]), of_program
+def _move_arguments(
+    forms: tuple[Form, ...], unit: int, kind: str, rows: int
+) -> tuple[list[Ints], tuple[torch.dtype, torch.dtype], dict[str, Any]] | None:
+    """Return the numeric arguments of each move, the dtypes as which sources and targets are read and written, and the
+    constants; None if dtypes differ between the moves."""
+    moves = list(zip(forms[::2], forms[1::2], strict=True))
+    strides = [(_byte_strides(source), _byte_strides(target)) for source, target in moves]
+    for both in strides:
+        unit = gcd(unit, *both[0], *both[1])
+    for _, (_, dim, form) in moves:
+        assert dim == 1 or form is None or form[3] == 1, "written rows must be dense"
+    types = {(source[0], target[0]) for source, target in moves}
+    if kind != "add" and all(a == b for a, b in types):
+        # Copies of words of any dtype are the same kernel. Rows are whole words, too. Words of fills hold a value.
+        widest = max(4, *(source[0].itemsize for source, _ in moves))
+        word = gcd(widest, unit, *(source[0].itemsize * source[1] for source, _ in moves))
+        dims = [source[0].itemsize * source[1] // word for source, _ in moves]
+        as_types = (WORDS[word], WORDS[word])
+    elif len(types) == 1:
+        dims = [source[1] for source, _ in moves]
+        (as_types,) = types
+    else:
+        return None
+    aligned = unit == VECTOR and all(dim % VECTOR == 0 for dim in dims)
+    numbers = [(dim, *source[:3], *target[:3]) for dim, (source, target) in zip(dims, strides, strict=True)]
+    constants = {
+        "KIND": {"copy": 0, "add": 1, "fill": 2}[kind], "ROWS": rows, "DIM": _power(max(dims)), "ALIGNED": aligned,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    return numbers, as_types, constants
+
+
+@lru_cache(maxsize=64)
+def _fill_bits(value: float, dtype: torch.dtype, word: torch.dtype) -> int:
+    """Return the value's bits, as often as they fit into a word."""
+    assert word.itemsize >= dtype.itemsize, f"a value of {dtype} does not fit into {word}"
+    return int(torch.full((8,), value, dtype=dtype).view(word)[0])
+
+
+def merge_rows(table: Tensor, lines: Lines, state: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+    """Merge rows of a partial result into the state (acc, top, num), in place. All have four dims."""
+    _launch_state(table, lines, state, out if out.stride(3) == 1 else out.contiguous(), lse, finishes=False)
+
+
+def finish_rows(table: Tensor, lines: Lines, out: Tensor, lse: Tensor, state: Sequence[Tensor]) -> None:
+    """Write the output and lse of rows of a state."""
+    _launch_state(table, lines, state, out, lse, finishes=True)
+
+
+def _launch_state(
+    table: Tensor, lines: Lines, state: Sequence[Tensor], out: Tensor, lse: Tensor, *, finishes: bool
+) -> None:
+    from longspan.run.triton_kernels import state_kernel
+
+    acc, top, num = state
+    tensors = acc, top, num, out, lse
+    forms = tuple((tensor.dtype, tensor.shape[3], tensor.stride()) for tensor in tensors)
+    unit = gcd(acc.data_ptr() | out.data_ptr() | VECTOR, VECTOR)
+    numbers, constants = _state_arguments(forms, unit, finishes, lines.rows)
+    launch: Any = state_kernel[(lines.programs,)]
+    launch(table, lines.low, lines.high, lines.steps, *tensors, *numbers, **constants)
 
 
 @lru_cache(maxsize=KNOWN)
-def _arguments_of_two(first: Sizes, second: Sizes) -> tuple[tuple[int], Ints, Ints, int, dict[str, Any]]:
-    """Return the grid, the numeric arguments of both moves, the number of programs of the first, and constants."""
-    (_, numbers, _), (_, numbers2, _) = (_move_arguments(sizes) for sizes in (first, second))
-    _, sizes = _grid(1, max(first[3], second[3]), max(first[0][3], second[0][3]))
-    programs = [-(-rows // sizes["ROWS"]) * shape[0] * shape[1] for shape, _, _, rows in (first, second)]
-    return (sum(programs),), numbers, numbers2, programs[0], sizes
+def _state_arguments(forms: tuple[Form, ...], unit: int, finishes: bool, rows: int) -> tuple[Ints, dict[str, Any]]:
+    wide, dim, _ = forms[0]
+    strides = [_byte_strides(form) for form in forms]
+    for dtype, width, form in (forms[0], forms[3]):
+        assert width == dim
+        assert dim == 1 or (form is not None and form[3] == 1), f"rows of {dtype} must be dense"
+    unit = gcd(unit, *strides[0], *strides[3])
+    constants = {
+        "FINISH": finishes, "TINY": torch.finfo(wide).tiny, "ROWS": rows, "DIM": _power(dim),
+        # Round products before they are added, as PyTorch's operators do, whatever Triton's default is.
+        "ALIGNED": unit == VECTOR and dim % VECTOR == 0, "enable_fp_fusion": False,
+    }  # fmt: skip
+    return (dim, *(stride for each in strides for stride in each)), constants
 
 
-def _check_dense(dim: int, strides: Ints) -> None:
-    assert dim == 1 or strides[3] == 1, "written rows must be dense"
+def _byte_strides(form: Form) -> Ints:
+    """Return the strides of batch rows, heads and tokens in bytes; of parts of messages, only that of tokens."""
+    dtype, dim, strides = form
+    if strides is None:
+        return 0, 0, dim * dtype.itemsize
+    return tuple(stride * dtype.itemsize for stride in strides[:3])
 
 
-def _grid(planes: int, rows: int, dim: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Return a one-axis grid, which allows billions of programs, and rows and features per program (powers of 2)."""
-    width = 1 << (dim - 1).bit_length()
-    height = max(1, min(CELLS // width, 1 << (max(rows, 1) - 1).bit_length()))
-    # Round products before they are added, as PyTorch's operators do, whatever Triton's default is.
-    return (-(-rows // height) * planes,), {"ROWS": height, "DIM": width, "enable_fp_fusion": False}
+def _dense(place: Place) -> Place:
+    if place.is_message or place.dim == 1 or place.tensor.stride(3) == 1:
+        return place
+    return place._replace(tensor=place.tensor.contiguous())
+
+
+def _power(dim: int) -> int:
+    return 1 << (dim - 1).bit_length()
+
+
+def _pointer(tensor: Tensor, dtype: torch.dtype) -> Any:
+    """Return an argument of a kernel that reads or writes the tensor's memory as another dtype."""
+    if tensor.dtype == dtype:
+        return tensor
+    from triton import reinterpret
+
+    return reinterpret(tensor, dtype)

@@ -78,7 +78,7 @@ class HaloForwardWalk(HaloWalk):
                 if store.has(HEAD, part.batch):
                     moves = common_rows(store.runs, target.runs)
                     store.copy_to(target, moves)
-                    left -= sum(there.stop - there.start for _, there in moves)
+                    left -= sum(num for *_, num in moves)
             assert left == 0, f"{left} rows before segments are not held, or are held twice"
             for zeros in part.zeros(self.conv.width, self.num_rows):
                 target.tensors[0][:, :, zeros].fill_(0.0)
@@ -112,8 +112,8 @@ class HaloBackwardWalk(HaloWalk):
 
     def _add(self, gradient: Rows, runs: Ints, targets: Ints, sums: Sum) -> None:
         """Add gradients of rows that are among the targets, in the order of the tensor."""
-        for here, there in common_rows(targets, runs):
-            sums.add(here.start, here.stop, gradient[:, :, there])
+        for there, here, num in common_rows(targets, runs):
+            sums.add(here, here + num, gradient[:, :, there : there + num])
 
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
         wanted = self.store(piece, targets)
@@ -128,9 +128,9 @@ class HaloBackwardWalk(HaloWalk):
 
     def _move(self, source: Ints, gradients: Sum, target: Ints, sums: Sum) -> None:
         """Add a sum of the source's rows to a sum of the target's, for rows that both have."""
-        for here, there in common_rows(source, target):
-            shift = there.start - here.start
-            for part in gradients.within(here.start, here.stop):
+        for there, here, num in common_rows(source, target):
+            shift = there - here
+            for part in gradients.within(here, here + num):
                 sums.take(Stretch(part.start + shift, part.stop + shift, part.tensors, part.is_state))
 
     def finish(self) -> list[Rows]:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from longspan.run import fused
 from longspan.run.packing import TokenStore
-from longspan.run.recorder import Buffer, Kind, Recorder, Rows
+from longspan.run.recorder import Buffer, Kind, Recorder, Rows, Run
 from longspan.spans import Span
 from longspan.tile import accumulation_dtype
 
@@ -32,7 +31,7 @@ Key = tuple[Span, Span]
 """Heads and batch rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Stretch:
     """Rows start to stop (dim 2 of every tensor): one contribution, or the state of several."""
 
@@ -228,15 +227,12 @@ def merge(acc: Tensor, top: Tensor, num: Tensor, out: Tensor, lse: Tensor) -> No
     Hundreds of partials may merge into a row, so the state keeps maximum and sum and is divided once.
     `kernels.panels.merge` merges the two or three parts of one tile and divides each time.
     """
-    if fused.is_fused(acc):
-        return fused.merge(acc, top, num, out, lse)
     high = torch.maximum(top, lse)
     base = high.masked_fill(high.isneginf(), 0.0)  # -inf minus -inf is nan
     old, new = torch.exp(top - base), torch.exp(lse - base)
     acc.mul_(old.unsqueeze(-1)).addcmul_(out.to(acc.dtype), new.unsqueeze(-1))
     num.mul_(old).add_(new)
     top.copy_(high)
-    return None
 
 
 class Sum(ByRows):
@@ -270,6 +266,21 @@ class Sum(ByRows):
             if stretch.start >= stop:
                 return
             yield stretch.part(max(stretch.start, start), min(stretch.stop, stop))
+
+    def copy_to(self, targets: Several, runs: Sequence[Run], part: Callable[[Several], Several]) -> list[Run]:
+        """Copy runs of rows to other tensors, one operation for each stretch; `part` narrows tensors to the targets'
+        heads. Return the runs that were added to; others are not written."""
+        copies: dict[int, list[Run]] = {}
+        for there, here, num in runs:
+            at = bisect_right(self._stretches, here, key=_stop_of)
+            while at < len(self._stretches) and (stretch := self._stretches[at]).start < here + num:
+                low, high = max(here, stretch.start), min(here + num, stretch.stop)
+                copies.setdefault(at, []).append((there + low - here, low - stretch.start, high - low))
+                at += 1
+        for at, parts in copies.items():
+            for target, source in zip(targets, part(self._stretches[at].tensors), strict=True):
+                self._recorder.copy_runs(target, source, parts)
+        return [run for parts in copies.values() for run in parts]
 
     def drop(self, start: int, stop: int) -> None:
         """Forget what was added to local rows start to stop."""

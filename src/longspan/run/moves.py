@@ -1,18 +1,18 @@
 """Operations on rows: group the recorded operations, and run the groups on tensors.
 
-On CPUs a group copies one run of rows at a time. On GPUs, where launches are the cost, all runs are one launch,
-by tables of row numbers that stay on the device.
+On CPUs a group copies one run of rows at a time. On GPUs, where launches are the cost, all runs are one launch: the
+kernel reads them from a table on the device (`run/tables.py`), one line per run, for any number of rows and heads.
 
-Shapes: B batch rows, H heads, T tokens, D features. A row is a (batch row, head, token). If a group covers several
-places, tensors are viewed as one list of rows of D numbers.
+Shapes: B batch rows, H heads, T tokens, D features. A row is a (batch row, head, token).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,11 @@ from torch import Tensor
 
 from longspan.run import fused
 from longspan.run.merge import finished_rows, merge
-from longspan.run.recorder import Buffer, Event, Kind, Note, Rows
+from longspan.run.recorder import Buffer, Event, Kind, Note, Run
 from longspan.run.transports import Buffers
 from longspan.spans import Ints, Span
 
 # -- Memory: the tensors of one call, by the buffers of the recorder ---------------------------------------------------
-
-
-Strides = tuple[int, int, int, int]
-"""Number of a buffer's first row, and strides of batch rows, heads and tokens, in rows."""
-
-
-def rows_in_message(buffer: Buffer) -> Strides | None:
-    """Return how the rows of a part are numbered in its message; None if its offset is no multiple of their size."""
-    assert buffer.inside is not None
-    assert buffer.dtype is not None
-    size = buffer.shape[3] * buffer.dtype.itemsize
-    if buffer.offset % size or buffer.inside.num_bytes % size:
-        return None
-    _, heads, tokens, _ = buffer.shape
-    return buffer.offset // size, heads * tokens, tokens, 1
 
 
 Cut = tuple[int, tuple[tuple[int, int, int], ...]]
@@ -57,12 +42,24 @@ def cut_of(buffer: Buffer, *spans: Span) -> Cut:
     return buffer.number, tuple(side for side in sides if side[2] != buffer.shape[side[0]])
 
 
-class Memory:
-    """Tensors of one call by buffer number, messages as flat bytes. Allocated at first use."""
+NO_INDEX: Mapping[int, Mapping[object, Tensor]] = MappingProxyType({})
 
-    def __init__(self, buffers: Sequence[Buffer], device: torch.device, *, by_index: bool) -> None:
+
+class Memory:
+    """Tensors of one call by buffer number, messages as flat bytes. Allocated at first use.
+
+    On GPUs with the table of the program's moves, and the index arrays of its launches, by id and name.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Buffer],
+        device: torch.device,
+        table: Tensor | None = None,
+        index: Mapping[int, Mapping[object, Tensor]] = NO_INDEX,
+    ) -> None:
         self.tensors: list[Tensor | None] = [None] * len(buffers)
-        self.buffers, self.device, self.by_index = buffers, device, by_index
+        self.buffers, self.device, self.table, self.index = buffers, device, table, index
         self.messages = Buffers()
         self._typed: dict[int, dict[torch.dtype, Tensor]] = {}
         """Views of messages by dtype: most parts of a message have the same."""
@@ -114,35 +111,6 @@ class Memory:
             views[dtype] = self.get(message).view(dtype)
         return views[dtype]
 
-    def as_list(self, buffer: Buffer) -> tuple[Tensor, Strides | None] | None:
-        """Return the memory of a buffer, or of its message, as `(1, 1, rows, D)`, and how rows are numbered in it.
-
-        Numbers are None for a part of a message. None if rows are not multiples of D apart.
-        """
-        if buffer.inside is not None:
-            assert buffer.dtype is not None
-            return self.typed_message(buffer.inside, buffer.dtype).view(1, 1, -1, buffer.shape[3]), None
-        x = self.get(buffer)
-        if x.is_contiguous():
-            _, heads, tokens, dim = x.shape
-            return x.view(1, 1, -1, dim), (0, heads * tokens, tokens, 1)
-        return _as_strided_list(x)
-
-    def table(self, rows: Ints) -> Tensor:
-        """Return row numbers on the device: int32 for Triton kernels; some CPU operators of PyTorch need int64."""
-        short = self.device.type == "cuda" and (not len(rows) or int(rows.max()) < 2**31)
-        return torch.from_numpy(rows.astype(np.int32 if short else np.int64)).to(self.device)
-
-
-def _as_strided_list(x: Tensor) -> tuple[Tensor, Strides] | None:
-    dim = x.shape[3]
-    steps = [stride if n > 1 else 0 for stride, n in zip(x.stride(), x.shape, strict=True)]
-    if (dim > 1 and steps[3] != 1) or any(step % dim for step in steps[:3]):
-        return None
-    by_batch, by_head, by_token = (step // dim for step in steps[:3])
-    rows = 1 + sum((n - 1) * step // dim for n, step in zip(x.shape[:3], steps[:3], strict=True))
-    return x.as_strided((1, 1, rows, dim), (rows * dim, rows * dim, dim, 1)), (0, by_batch, by_head, by_token)
-
 
 # -- Grouping independent operations on the same memory ----------------------------------------------------------------
 # An operation depends on earlier ones that wrote what it reads or writes, or read what it writes. Its level is one more
@@ -157,10 +125,6 @@ Place = tuple[Buffer, Span, Span]
 """Batch rows and heads of a buffer."""
 ALONE = (Kind.MERGE, Kind.FINISH)
 """Kinds that are grouped only within one set of heads and batch rows."""
-
-
-Run = tuple[int, int, int]
-"""First token of the targets, first token of the sources (unused by fills), and number of tokens."""
 
 
 @dataclass(eq=False)
@@ -215,9 +179,7 @@ def _lanes(notes: Sequence[Note]) -> list[RowLane]:
     lanes: dict[tuple[Place, ...], list[Run]] = {}
     for note in notes:
         places = tuple([(side.buffer, side.batch, side.heads) for side in note.sides])
-        target = note.sides[0].tokens
-        run = target.start, note.sides[-1].tokens.start, target.stop - target.start
-        lanes.setdefault(places, []).append(run)
+        lanes.setdefault(places, []).extend(note.runs)
     return [RowLane(places, joined(runs)) for places, runs in lanes.items()]
 
 
@@ -227,6 +189,8 @@ def joined(runs: Sequence[Run]) -> list[Run]:
     >>> joined([(4, 9, 2), (0, 5, 4), (6, 0, 1)])
     [(0, 5, 6), (6, 0, 1)]
     """
+    if len(runs) == 1:
+        return list(runs)
     joint: list[Run] = []
     for dst, src, num in sorted(runs):
         last = joint[-1] if joint else (0, 0, 0)
@@ -239,46 +203,77 @@ def joined(runs: Sequence[Run]) -> list[Run]:
 
 def levels_of(notes: Sequence[Note]) -> list[int]:
     """Return the level of each operation: one more than the highest level that it depends on."""
-    # Cut every buffer at all bounds of runs, so that each operation covers whole stretches of tokens.
-    bounds: dict[int, set[int]] = {}
-    for rows in (rows for note in notes for rows in note.sides):
-        bounds.setdefault(rows.buffer.number, set()).update((rows.tokens.start, rows.tokens.stop))
+    if _are_independent(notes):
+        return [1] * len(notes)
+    # Tokens of every buffer as sorted, disjoint stretches: each operation covers whole stretches.
+    sides = [_side_runs(note) for note in notes]
+    bounds: dict[int, list[int]] = {}
+    for note, runs_of_sides in zip(notes, sides, strict=True):
+        for side, runs in zip(note.sides, runs_of_sides, strict=True):
+            known = bounds.setdefault(side.buffer.number, [])
+            for start, stop in runs:
+                known += (start, stop)
     stretches = {
-        buffer: {bound: number for number, bound in enumerate(sorted(cuts))} for buffer, cuts in bounds.items()
+        buffer: {bound: number for number, bound in enumerate(sorted(set(cuts)))} for buffer, cuts in bounds.items()
     }
     # For each buffer: batch rows, heads, and the highest level that wrote (0) or read (1) each stretch of theirs.
-    touched: dict[int, list[tuple[Span, Span, Ints]]] = {}
-
-    def at(rows: Rows) -> slice:
-        numbers = stretches[rows.buffer.number]
-        return slice(numbers[rows.tokens.start], numbers[rows.tokens.stop])
-
-    def highest(rows: Rows, how: int) -> int:
-        level = 0
-        for batch, heads, levels in touched.get(rows.buffer.number, ()):
-            if _overlap(batch, rows.batch) and _overlap(heads, rows.heads):
-                level = max(level, int(levels[how, at(rows)].max()))
-        return level
-
-    def touch(rows: Rows, how: int, level: int) -> None:
-        lanes = touched.setdefault(rows.buffer.number, [])
-        levels = next((levels for b, h, levels in lanes if (b, h) == (rows.batch, rows.heads)), None)
-        if levels is None:
-            levels = np.zeros((2, len(stretches[rows.buffer.number])), dtype=np.int64)
-            lanes.append((rows.batch, rows.heads, levels))
-        part = levels[how, at(rows)]
-        np.maximum(part, level, out=part)
-
+    touched: dict[int, list[tuple[Span, Span, tuple[list[int], list[int]]]]] = {}
     result: list[int] = []
-    for note in notes:
-        written = [highest(rows, 0) for rows in (*note.targets, *note.sources)]
-        level = 1 + max(*written, *(highest(rows, 1) for rows in note.targets))
-        for rows in note.targets:
-            touch(rows, 0, level)
-        for rows in note.sources:
-            touch(rows, 1, level)
+    for note, runs_of_sides in zip(notes, sides, strict=True):
+        level, places = 0, []
+        for number, (side, runs) in enumerate(zip(note.sides, runs_of_sides, strict=True)):
+            buffer = side.buffer.number
+            numbers = stretches[buffer]
+            parts = [(numbers[start], numbers[stop]) for start, stop in runs]
+            is_target = number < note.kind.num_targets
+            places.append((side, parts, is_target))
+            for batch, heads, (written, read) in touched.get(buffer, ()):
+                if _overlap(batch, side.batch) and _overlap(heads, side.heads):
+                    for start, stop in parts:
+                        level = max(level, *written[start:stop])
+                        if is_target:
+                            level = max(level, *read[start:stop])
+        level += 1
+        for side, parts, is_target in places:
+            lanes = touched.setdefault(side.buffer.number, [])
+            levels = next((levels for b, h, levels in lanes if (b, h) == (side.batch, side.heads)), None)
+            if levels is None:
+                size = len(stretches[side.buffer.number])
+                levels = [0] * size, [0] * size
+                lanes.append((side.batch, side.heads, levels))
+            mine = levels[0 if is_target else 1]
+            for start, stop in parts:
+                mine[start:stop] = [max(level, known) for known in mine[start:stop]]
         result.append(level)
     return result
+
+
+def _are_independent(notes: Sequence[Note]) -> bool:
+    """Return whether no operation reads or writes what another one writes, as far as is seen at once."""
+    written: dict[int, dict[tuple[Span, Span], list[tuple[int, int]]]] = {}
+    for note in notes:
+        tokens = [(dst, dst + num) for dst, _, num in note.runs]
+        for side in note.sides[: note.kind.num_targets]:
+            written.setdefault(side.buffer.number, {}).setdefault((side.batch, side.heads), []).extend(tokens)
+    for note in notes:
+        if any(side.buffer.number in written for side in note.sides[note.kind.num_targets :]):
+            return False
+    for lanes in written.values():
+        for (a, b), (c, d) in combinations(lanes, 2):
+            if _overlap(a, c) and _overlap(b, d):
+                return False
+        for tokens in lanes.values():
+            tokens.sort()
+            if any(a[1] > b[0] for a, b in pairwise(tokens)):
+                return False
+    return True
+
+
+def _side_runs(note: Note) -> list[list[tuple[int, int]]]:
+    """Return (start, stop) of the runs of each side."""
+    targets = [(dst, dst + num) for dst, _, num in note.runs]
+    sources = [(src, src + num) for _, src, num in note.runs] if len(note.sides) > note.kind.num_targets else []
+    return [targets if number < note.kind.num_targets else sources for number in range(len(note.sides))]
 
 
 def _overlap(a: Span, b: Span) -> bool:
@@ -291,10 +286,9 @@ def _overlap(a: Span, b: Span) -> bool:
 FEW, LONG = 8, 256
 """On CPUs up to FEW runs, or runs of at least LONG rows on average, are copied run by run, which is faster than by
 row numbers."""
-
-
-Table = tuple[Tensor, Tensor, bool, bool]
-"""Tokens or rows of the targets and of the sources, and whether each covers its dim in order."""
+COLUMNS = 10
+"""Numbers in a line of a table of runs; see `run/triton_kernels.py`."""
+SECOND, FROM_MESSAGE, INTO_MESSAGE = 1, 2, 4
 
 
 class Move:
@@ -303,14 +297,12 @@ class Move:
     def __init__(self, group: Group) -> None:
         self.kind, self.value, self.lanes = group.kind, group.value, group.lanes
         self.buffers = [place[0] for lane in self.lanes for place in lane.places]
-        self._tables: dict[Any, Table] = {}
-        self._by_row = [lane for lane in self.lanes if self._is_quicker_by_row(lane)]
-        self._cuts = [cuts for lane in self.lanes if lane not in self._by_row for cuts in self._cuts_of(lane)]
-        self._parts = {id(lane): [cut_of(*place) for place in lane.places] for lane in self.lanes}
-        self._is_one = len(self.lanes) == 1 and len(self.lanes[0].runs) == 1
         self.level = group.level
         self.fused_with: Move | None = None
         """Another move of the same kind and level: on GPUs both are one launch."""
+        self.lines: tuple[fused.Lines, ...] = ()
+        """Its lines in the program's table, then those of the move it is fused with, and of both; none if operators of
+        PyTorch are used on GPUs, too."""
 
     def __repr__(self) -> str:
         lines = [_text(self.kind, lane) for lane in self.lanes]
@@ -320,21 +312,12 @@ class Move:
         return self.kind is other.kind and self.kind in (Kind.COPY, Kind.ADD) and 0 < self.level == other.level
 
     def run(self, memory: Memory) -> None:
+        if memory.table is not None and self.lines:
+            return self._launch(memory, memory.table)
         if self.fused_with is not None:
-            if memory.by_index and fused.is_fused(memory.get(self.buffers[0])):
-                first, second = self.as_rows(memory), self.fused_with.as_rows(memory)
-                if first is not None and second is not None:
-                    fused.move_two(first, second, adds=self.kind is Kind.ADD)
-                    return
             self.fused_with.run(memory)
-        if memory.by_index and not self._is_one:
-            if len(self.lanes) > 1 and (rows := self._as_lists(memory)) is not None:
-                self._indexed(*rows)
-            else:
-                for lane in self.lanes:
-                    self._indexed(self._sides(memory, lane), self._table(memory, lane))
-            return
-        for cuts in self._cuts:
+        by_row, every_cut = self._on_host if memory.device.type == "cpu" else ((), self._all_cuts)
+        for cuts in every_cut:
             sides: list[Tensor] = []
             for number, parts in cuts:  # `Memory.cut`, inlined
                 side = memory.tensors[number]
@@ -355,21 +338,27 @@ class Move:
             else:
                 for target, rows in zip(sides[:2], finished_rows(*sides[2:]), strict=True):
                     target.copy_(rows)
-        for lane in self._by_row:
-            self._indexed(self._sides(memory, lane), self._table(memory, lane))
-
-    def as_rows(self, memory: Memory) -> fused.Rows | None:
-        """Return the move as rows of one tensor that become rows of another; None if it is several."""
-        if len(self.lanes) == 1:
-            lists = self._sides(memory, self.lanes[0]), self._table(memory, self.lanes[0])
-        else:
-            lists = self._as_lists(memory)
-        if lists is None:
-            return None
-        (target, source), (dst_rows, src_rows, *_) = lists
-        return source, target, src_rows, dst_rows
+        for target, source, rows in by_row:
+            torch.index_select(memory.cut(*source), 2, rows, out=memory.cut(*target))
+        return None
 
     # -- Run by run ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _on_host(self) -> tuple[list[tuple[Cut, Cut, Tensor]], list[tuple[Cut, ...]]]:
+        """On a CPU: copies by row numbers, with their tables, and copies run by run."""
+        by_row = [lane for lane in self.lanes if self._is_quicker_by_row(lane)]
+        if not by_row:
+            return [], self._all_cuts
+        tables = [
+            (cut_of(*lane.places[0]), cut_of(*lane.places[1]), torch.from_numpy(tokens_of(lane.runs, 1)))
+            for lane in by_row
+        ]
+        return tables, [cuts for lane in self.lanes if lane not in by_row for cuts in self._cuts_of(lane)]
+
+    @cached_property
+    def _all_cuts(self) -> list[tuple[Cut, ...]]:
+        return [cuts for lane in self.lanes for cuts in self._cuts_of(lane)]
 
     def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Return whether on a CPU one copy by row numbers is faster than one copy per run."""
@@ -389,77 +378,118 @@ class Move:
                 for start in (run[0] if number < num_targets else run[1],)
             )
 
-    # -- By tables of tokens -------------------------------------------------------------------------------------------
+    # -- By lines of a table -------------------------------------------------------------------------------------------
 
-    def _table(self, memory: Memory, lane: RowLane) -> Table:
-        """Return the table of a lane's tokens."""
-        key = id(lane), memory.device
-        if key not in self._tables:
-            dst, src = (_tokens(lane.runs, side) for side in (0, 1))
-            is_all = _is_all(dst, lane.places[0][0].shape[2]), _is_all(src, lane.places[-1][0].shape[2])
-            self._tables[key] = memory.table(dst), memory.table(src), *is_all
-        return self._tables[key]
+    def add_lines(self, low: int) -> Ints | None:
+        """Set the lines of a table from `low` on, and return them; None if PyTorch's operators are used.
 
-    def _sides(self, memory: Memory, lane: RowLane) -> list[Tensor]:
-        """Return the lane's heads and batch rows of each of its places."""
-        return [memory.cut(number, parts) for number, parts in self._parts[id(lane)]]
-
-    def _indexed(self, sides: list[Tensor], table: Table) -> None:
-        """Run on rows given by a table."""
-        dst_rows, src_rows, all_dst, all_src = table
-        match self.kind:
-            case Kind.COPY | Kind.ADD:
-                _move(sides[0], sides[1], table, adds=self.kind is Kind.ADD)
-            case Kind.FILL:
-                sides[0].index_fill_(2, dst_rows.long(), self.value)
-            case Kind.MERGE:
-                _merge(sides, table)
-            case Kind.FINISH:
-                state = sides[2:] if all_src else [side.index_select(2, src_rows) for side in sides[2:]]
-                for target, rows in zip(sides[:2], finished_rows(*state), strict=True):
-                    if all_dst:
-                        target.copy_(rows)
-                    else:
-                        target.index_copy_(2, dst_rows.long(), rows.to(target.dtype))
-
-    # -- By tables of rows ---------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _in_messages(self) -> list[list[Strides | None]]:
-        """For each side, how rows of its lanes are numbered in their message; empty for a side in no message."""
-        sides = zip(*(lane.places for lane in self.lanes), strict=True)
-        return [[] if side[0][0].inside is None else [rows_in_message(place[0]) for place in side] for side in sides]
-
-    def _as_lists(self, memory: Memory) -> tuple[list[Tensor], Table] | None:
-        """Return all lanes as one list of rows on each side; None if rows are not multiples of their size apart."""
-        if any(None in side for side in self._in_messages):
+        A single run is one operator of PyTorch, unless it is fused or a merge, which would be several. Fills are rare,
+        so that a few of them are not worth a kernel that has to be compiled.
+        """
+        moves = [self] if self.fused_with is None else [self, self.fused_with]
+        num_runs = sum(len(lane.runs) for move in moves for lane in move.lanes)
+        if self.kind not in ALONE and num_runs <= (FEW if self.kind is Kind.FILL else 1):
             return None
-        lists: list[Tensor] = []
-        strides: list[Strides | None] = []
-        for buffer, *_ in self.lanes[0].places:
-            rows = memory.as_list(buffer)
-            if rows is None:
-                return None
-            lists.append(rows[0])
-            strides.append(rows[1])
-        key = (memory.device, *strides)
-        if key not in self._tables:
-            dst, src = (self._numbers(strides[side], side) for side in (0, -1))
-            self._tables[key] = memory.table(dst), memory.table(src), _is_all(dst, lists[0].shape[2]), False
-        return lists, self._tables[key]
+        if not all(move._is_addressable(side) for move in moves for side in (0, -1)):
+            return None
+        rows = fused.rows_per_program(max(move.lanes[0].places[0][0].shape[3] for move in moves))
+        tables = [move._lines(rows, SECOND * number) for number, move in enumerate(moves)]
+        counts = np.concatenate([counts for _, counts in tables])
+        ends = np.cumsum(counts)
+        lines = np.concatenate([lines for lines, _ in tables])
+        lines[:, 0] = ends - counts
+        bounds = [0, len(tables[0][0]), len(lines)] if len(moves) == 2 else [0, len(lines)]
+        units = [_unit(lines) for lines, _ in tables]
+        spans = [*pairwise(bounds), (0, len(lines))][: 3 if len(moves) == 2 else 1]
+        self.lines = tuple(
+            fused.Lines(
+                low + a, low + b, int(lines[a, 0]), int(ends[b - 1] - lines[a, 0]), rows,
+                units[number] if number < len(moves) else min(units),
+            )
+            for number, (a, b) in enumerate(spans)
+        )  # fmt: skip
+        return lines
 
-    def _numbers(self, strides: Strides | None, side: int) -> Ints:
-        """Return the row numbers of one side, lane by lane."""
-        every = self._in_messages[side] if strides is None else [strides] * len(self.lanes)
-        numbers: list[Ints] = []
-        for lane, stride in zip(self.lanes, every, strict=True):
-            assert stride is not None
-            (_, batch, heads), (first, by_batch, by_head, by_token) = lane.places[side], stride
-            b, h = np.arange(batch.start, batch.stop), np.arange(heads.start, heads.stop)
-            tokens = _tokens(lane.runs, 0 if side == 0 else 1)
-            rows = (b * by_batch)[:, None, None] + (h * by_head)[None, :, None] + (tokens * by_token)[None, None, :]
-            numbers.append((first + rows).ravel())
-        return np.concatenate(numbers)
+    def _is_addressable(self, side: int) -> bool:
+        """Return whether one side of all lanes is in one message, or in one tensor; states and what is merged into them
+        must be tensors."""
+        buffers = [lane.places[side][0] for lane in self.lanes]
+        if is_part(buffers[0]):
+            return self.kind not in ALONE and all(map(is_part, buffers))
+        return all(buffer is buffers[0] for buffer in buffers)
+
+    def _lines(self, rows: int, flags: int) -> tuple[Ints, Ints]:
+        """Return a line for every run, without its first program, and the number of its programs."""
+        lanes: list[tuple[int, ...]] = []
+        for lane in self.lanes:
+            source, target = lane.places[-1], lane.places[0]
+            kinds = FROM_MESSAGE * is_part(source[0]) + INTO_MESSAGE * is_part(target[0])
+            batch, heads = len(target[1]), len(target[2])
+            lanes.append((flags + kinds, batch * heads, heads, *_place_numbers(*source), *_place_numbers(*target)))
+        runs = np.array([run for lane in self.lanes for run in lane.runs], dtype=np.int64)
+        each = np.repeat(np.array(lanes, dtype=np.int64), [len(lane.runs) for lane in self.lanes], axis=0)
+        lines = np.empty((len(runs), COLUMNS), dtype=np.int64)
+        lines[:, 1], lines[:, 2], lines[:, 3:] = each[:, 0], runs[:, 2], each[:, 2:]
+        for column, side, start in ((4, -1, runs[:, 1]), (7, 0, runs[:, 0])):
+            buffer = self.lanes[0].places[side][0]
+            if is_part(buffer):
+                assert buffer.dtype is not None
+                lines[:, column] += start * (buffer.shape[3] * buffer.dtype.itemsize)
+            else:
+                lines[:, column + 2] = start
+        return lines, -(-runs[:, 2] // rows) * each[:, 1]
+
+    def _launch(self, memory: Memory, table: Tensor) -> None:
+        if self.kind in ALONE:
+            tensors = [memory.get(place[0]) for place in self.lanes[0].places]
+            if self.kind is Kind.MERGE:
+                return fused.merge_rows(table, self.lines[0], tensors[:3], tensors[3], tensors[4])
+            return fused.finish_rows(table, self.lines[0], tensors[0], tensors[1], tensors[2:])
+        moves = [self._ends(memory)]
+        if self.fused_with is not None:
+            moves.append(self.fused_with._ends(memory))
+        if not fused.move_rows(table, self.lines[-1], moves, self.kind, self.value):
+            for lines, move in zip(self.lines, moves, strict=False):
+                # Lines of the second move refer to the second source and target.
+                fused.move_rows(table, lines, [move, move], self.kind, self.value)
+        return None
+
+    def _ends(self, memory: Memory) -> tuple[fused.Place, fused.Place]:
+        """Return source and target."""
+        places = self.lanes[0].places
+        return _place(memory, places[-1][0]), _place(memory, places[0][0])
+
+
+def is_part(buffer: Buffer) -> bool:
+    """Return whether the buffer is addressed inside its message. An unaligned part is a tensor of its own."""
+    return buffer.inside is not None and not buffer.is_unaligned
+
+
+def _place(memory: Memory, buffer: Buffer) -> fused.Place:
+    if is_part(buffer):
+        assert buffer.inside is not None
+        assert buffer.dtype is not None
+        return fused.Place(memory.get(buffer.inside), buffer.dtype, buffer.shape[3], is_message=True)
+    tensor = memory.get(buffer)
+    return fused.Place(tensor, tensor.dtype, buffer.shape[3], is_message=False)
+
+
+def _place_numbers(buffer: Buffer, batch: Span, heads: Span) -> tuple[int, int, int]:
+    """Return the three numbers of a place in a line, without its token; see `run/triton_kernels.py`."""
+    if not is_part(buffer):
+        return batch.start, heads.start, 0
+    assert buffer.dtype is not None
+    by_batch, by_head = (stride * buffer.dtype.itemsize for stride in buffer.strides[:2])
+    return buffer.offset + batch.start * by_batch + heads.start * by_head, by_batch, by_head
+
+
+def _unit(lines: Ints) -> int:
+    """Return the largest power of 2, up to a vector, that divides offsets and strides inside messages."""
+    unit = fused.VECTOR
+    for flag, columns in ((FROM_MESSAGE, slice(4, 7)), (INTO_MESSAGE, slice(7, 10))):
+        if lines[0, 1] & flag:
+            unit = int(np.gcd(unit, np.gcd.reduce(lines[:, columns], axis=None)))
+    return unit
 
 
 def _text(kind: Kind, lane: RowLane) -> str:
@@ -472,50 +502,13 @@ def _text(kind: Kind, lane: RowLane) -> str:
     return f"{kind} {targets}[{dst}]" + (f" <- {sources}[{src}]" if sources else "")
 
 
-def _tokens(runs: Sequence[Run], side: int) -> Ints:
+def tokens_of(runs: Sequence[Run], side: int) -> Ints:
     """Return the token numbers of runs.
 
-    >>> _tokens([(4, 0, 2), (9, 7, 1)], 0)
+    >>> tokens_of([(4, 0, 2), (9, 7, 1)], 0)
     array([4, 5, 9])
     """
     table = np.array(runs)
     starts, lengths = table[:, side], table[:, 2]
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(int(ends[-1]))
-
-
-def _is_all(rows: Ints, size: int) -> bool:
-    return len(rows) == size and bool((np.diff(rows) == 1).all())
-
-
-def _move(target: Tensor, source: Tensor, table: Table, *, adds: bool) -> None:
-    dst_rows, src_rows, all_dst, all_src = table
-    if fused.is_fused(target):
-        return fused.move_rows(source, target, src_rows, dst_rows, adds=adds)
-    if all_dst and not adds and source.dtype == target.dtype:
-        torch.index_select(source, 2, src_rows, out=target)
-        return None
-    rows = source if all_src else source.index_select(2, src_rows)
-    if all_dst:
-        change: Callable[[Tensor], Any] = target.add_ if adds else target.copy_
-        change(rows)
-    elif adds:
-        target.index_add_(2, dst_rows, rows.to(target.dtype))
-    else:
-        target.index_copy_(2, dst_rows.long(), rows.to(target.dtype))
-    return None
-
-
-def _merge(sides: list[Tensor], table: Table) -> None:
-    dst_rows, src_rows, all_dst, all_src = table
-    acc, top, num, out, lse = sides
-    if fused.is_fused(acc):
-        return fused.merge_rows((acc, top, num), out, lse, src_rows, dst_rows)
-    if not all_src:
-        out, lse = out.index_select(2, src_rows), lse.index_select(2, src_rows)
-    state = sides[:3] if all_dst else [side.index_select(2, dst_rows) for side in sides[:3]]
-    merge(state[0], state[1].squeeze(3), state[2].squeeze(3), out, lse.squeeze(3))
-    if not all_dst:
-        for side, rows in zip(sides[:3], state, strict=True):
-            side.index_copy_(2, dst_rows.long(), rows)
-    return None

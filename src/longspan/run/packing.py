@@ -8,18 +8,19 @@ Runs are tables of (start, stop, start_local), sorted by position: where each ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longspan.masks.tiles import runs_of as runs_of_true
 from longspan.planning.steps import Moved, Piece, Role, Sizes
-from longspan.run.recorder import Buffer, Recorder, Rows
-from longspan.spans import Ints, Span, as_table, by_position, intersect, join, total
+from longspan.run.recorder import Buffer, Recorder, Rows, Run
+from longspan.spans import Ints, Span, as_table, by_position, intersect, join, subtract, total
 from longspan.tile import accumulation_dtype
 
 # -- Pieces as bytes ---------------------------------------------------------------------------------------------------
@@ -40,6 +41,10 @@ class Format:
 
     def fields(self, role: Role) -> list[tuple[int, torch.dtype]]:
         """(features, dtype) of each tensor of a piece; one feature is a number per row."""
+        return self._fields[role]
+
+    @cached_property
+    def _fields(self) -> dict[Role, list[tuple[int, torch.dtype]]]:
         qk, v, narrow, wide = self.sizes.head_dim, self.sizes.v_head_dim, self.dtype, self.wide
         fields = {
             Role.Q: [(qk, narrow)],
@@ -48,8 +53,8 @@ class Format:
             Role.DOUT: [(v, narrow), (1, wide), (1, wide)],
             Role.DQ: [(qk, narrow)],
             Role.DKV: [(qk, wide), (v, wide)],
-        }[role]
-        return fields if v else [field for field in fields if field[0]]
+        }
+        return fields if v else {role: [part for part in parts if part[0]] for role, parts in fields.items()}
 
     @property
     def alignment(self) -> int:
@@ -78,8 +83,7 @@ class Format:
 
 
 Bools = NDArray[np.bool_]
-Moves = list[tuple[slice, slice]]
-"""Local rows of a source and of a target that hold the same positions, in the order of the target."""
+T = TypeVar("T")
 
 
 def runs_of(spans: tuple[Span, ...]) -> Ints:
@@ -103,21 +107,45 @@ def have_all(runs: Ints, wanted: Ints) -> bool:
     >>> have_all(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
     True
     """
-    return runs is wanted or total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
+    return runs is wanted or cached(_have_all, runs, wanted)
 
 
-def common_rows(source: Ints, target: Ints) -> Moves:
-    """Return pairs of local slices that hold the same positions.
+def _have_all(runs: Ints, wanted: Ints) -> bool:
+    return total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
+
+
+MAX_CACHED = 2048
+_cached: dict[tuple[Any, int, int], tuple[Ints, Ints, Any]] = {}
+"""Results for two arrays, with the arrays, so that no others get their ids."""
+
+
+def cached(function: Callable[[Ints, Ints], T], a: Ints, b: Ints) -> T:
+    """Return the function of two arrays that never change. Pieces of one walk share their arrays of runs."""
+    entry = _cached.get((function, id(a), id(b)))
+    if entry is None:
+        if len(_cached) >= MAX_CACHED:
+            _cached.clear()
+        entry = _cached[function, id(a), id(b)] = a, b, function(a, b)
+    return entry[2]
+
+
+def common_rows(source: Ints, target: Ints) -> list[Run]:
+    """Return runs of local rows that hold the same positions, in the order of the target: first row of the target,
+    first row of the source, and number of rows.
 
     >>> common_rows(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
-    [(slice(6, 8, None), slice(0, 2, None)), (slice(0, 3, None), slice(2, 5, None))]
+    [(0, 6, 2), (2, 0, 3)]
     """
+    return cached(_common_rows, source, target)
+
+
+def _common_rows(source: Ints, target: Ints) -> list[Run]:
     i, j = join(target[:, :2], source[:, :2])
     start = np.maximum(target[i, 0], source[j, 0])
     size = np.minimum(target[i, 1], source[j, 1]) - start
     here, there = source[j, 2] + start - source[j, 0], target[i, 2] + start - target[i, 0]
-    table = np.stack((here, here + size, there, there + size), axis=1)[np.argsort(there, kind="stable")]
-    return [(slice(a, b), slice(c, d)) for a, b, c, d in table.tolist()]
+    table = np.stack((there, here, size), axis=1)[np.argsort(there, kind="stable")]
+    return [(dst, src, num) for dst, src, num in table.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +180,10 @@ class TokenStore:
             and batch.stop <= self.batch.stop
         )
 
-    def copy_to(self, target: TokenStore, moves: Moves) -> None:
-        """Copy rows to a store with a subset of the heads and batch rows."""
-        parts = self.part(target.heads, target.batch)
-        for tensor, part in zip(target.tensors, parts, strict=True):
-            for here, there in moves:
-                tensor[:, :, there].copy_(part[:, :, here])
+    def copy_to(self, target: TokenStore, runs: Sequence[Run]) -> None:
+        """Copy runs of rows to a store with a subset of the heads and batch rows."""
+        for tensor, part in zip(target.tensors, self.part(target.heads, target.batch), strict=True):
+            tensor.recorder.copy_runs(tensor, part, runs)
 
 
 def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
@@ -165,26 +191,23 @@ def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
 
     The validator proves for every schedule that the rows are held, so a missing row is a bug.
     """
-    missing = np.ones(total(target.runs), dtype=np.bool_)
+    missing = target.runs
     for store in stores:
-        if not missing.any():
+        if not len(missing):
             break
-        moves = [part for here, there in common_rows(store.runs, target.runs) for part in _still(here, there, missing)]
-        store.copy_to(target, moves)
-        for _, there in moves:
-            missing[there] = False
-    assert not missing.any(), f"{what} is not all held"
+        runs = common_rows(store.runs, missing)
+        if runs:
+            store.copy_to(target, runs)
+            missing = without(missing, store.runs)
+    assert not len(missing), f"{what} is not all held"
 
 
-def _still(
-    here: slice, there: slice, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> Iterator[tuple[slice, slice]]:
-    """Yield the parts of two slices whose target rows are missing."""
-    if missing[there].all():
-        yield here, there
-        return
-    for start, stop in runs_of_true(missing[there]):
-        yield (
-            slice(here.start + start, here.start + stop),
-            slice(there.start + start, there.start + stop),
-        )
+def without(runs: Ints, others: Ints) -> Ints:
+    """Return the parts of runs whose positions are in none of the others.
+
+    >>> without(runs_of((Span(6, 8), Span(0, 3))), runs_of((Span(1, 7),))).tolist()
+    [[0, 1, 2], [7, 8, 1]]
+    """
+    spans = subtract(runs[:, :2], others[:, :2])
+    run = np.searchsorted(runs[:, 0], spans[:, 0], side="right") - 1
+    return np.column_stack((spans, runs[run, 2] + spans[:, 0] - runs[run, 0]))

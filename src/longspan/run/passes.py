@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from longspan.masks.tiles import runs_of as runs_of_true
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
 from longspan.run.merge import Accumulator, Branch, Key, Stretch, Sum, SumByHeads, SumInto, Terms, push, total
 from longspan.run.packing import Bools, TokenStore, common_rows, have_all
-from longspan.run.recorder import Rows
+from longspan.run.recorder import Rows, Run
 from longspan.run.transports import Program
-from longspan.run.walk import Job, Run, Walk
+from longspan.run.walk import Job, Walk
+from longspan.run.walk import Run as TensorRun
 from longspan.spans import Ints, Span, as_spans, as_table, join, union
 from longspan.tile import accumulation_dtype, as_dtype
 
@@ -40,11 +41,9 @@ class ForwardWalk(Walk):
         q, accumulator = self._result((compute.q.heads, self.form.batch(compute.q)))
         kv = self.get(compute.kv)
         for group, (out, lse) in self.launch(compute, (*q.tensors, *kv.tensors), q, kv):
-            at = 0
-            for tile in group:
-                rows = slice(at, at + tile.rows)
-                accumulator.add(tile.q0, tile.q1, out[:, :, rows], lse[:, :, rows])
-                at += tile.rows
+            for start, at, num in packed_runs((tile.q0, tile.rows) for tile in group):
+                rows = slice(at, at + num)
+                accumulator.add(start, start + num, out[:, :, rows], lse[:, :, rows])
 
     def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
         b, h, *_ = inputs[0].shape
@@ -103,8 +102,8 @@ class ForwardWalk(Walk):
         missing = np.ones((b, h, num_rows), dtype=np.bool_)
         for store in stores:
             part = missing[store.batch.start : store.batch.stop, store.heads.start : store.heads.stop]
-            for _, there in common_rows(store.runs, home.runs):
-                part[:, :, there] = False
+            for there, _, num in common_rows(store.runs, home.runs):
+                part[:, :, there : there + num] = False
         for batch, heads, rows in rectangles(missing):
             out[batch, heads, rows].fill_(0.0)
             lse[batch, heads, rows].fill_(-torch.inf)
@@ -120,7 +119,25 @@ class ForwardWalk(Walk):
         return messages
 
 
-class Forward(Run):
+def packed_runs(rows: Iterable[tuple[int, int]]) -> list[Run]:
+    """Return the runs of rows, each (start, number), that lie one after another in a kernel's result; neighbours that
+    follow each other are one run.
+
+    >>> packed_runs([(0, 4), (4, 2), (9, 3)])
+    [(0, 0, 6), (9, 6, 3)]
+    """
+    runs: list[Run] = []
+    at = 0
+    for start, num in rows:
+        if runs and runs[-1][0] + runs[-1][2] == start:
+            runs[-1] = *runs[-1][:2], runs[-1][2] + num
+        else:
+            runs.append((start, at, num))
+        at += num
+    return runs
+
+
+class Forward(TensorRun):
     """One rank's forward run on tensors."""
 
     direction = "forward"
@@ -257,12 +274,11 @@ class BackwardWalk(Walk):
         inputs = (*q.tensors, *kv.tensors, grad_out, out, lse, delta)
         target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
         for group, (tile_dq, tile_dk, tile_dv) in self.launch(compute, inputs, q, kv):
-            row = col = 0
-            for tile in group:
-                rows, cols = slice(row, row + tile.rows), slice(col, col + tile.cols)
-                dq.add(tile.q0, tile.q1, tile_dq[:, :, rows])
-                target.add(tile.k0, tile.k1, tile_dk[:, :, cols], tile_dv[:, :, cols])
-                row, col = rows.stop, cols.stop
+            for start, at, num in packed_runs((tile.q0, tile.rows) for tile in group):
+                dq.add(start, start + num, tile_dq[:, :, at : at + num])
+            for start, at, num in packed_runs((tile.k0, tile.cols) for tile in group):
+                cols = slice(at, at + num)
+                target.add(start, start + num, tile_dk[:, :, cols], tile_dv[:, :, cols])
         if self.terms is not None:
             firsts = compute.q.spans[0].start, compute.kv.spans[0].start
             self.terms.add(compute.kv.apart[0], *firsts, kv, target)
@@ -311,17 +327,31 @@ class BackwardWalk(Walk):
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
         self._send(sources, wanted, key)
         for kv, sums in sources:
-            for here, _ in common_rows(kv.runs, wanted.runs):
-                sums.drop(here.start, here.stop)  # sent, so not held here any more
+            for _, here, num in common_rows(kv.runs, wanted.runs):
+                sums.drop(here, here + num)  # sent, so not held here any more
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
         return None
 
     def _send(self, sources: Sequence[tuple[TokenStore, Sum]], wanted: TokenStore, key: Key) -> None:
         """Sum gradients for the rows of a message, in the message itself."""
+        if len(sources) == 1:
+            rows, sums = sources[0]
+            runs = common_rows(rows.runs, wanted.runs)
+            written = sums.copy_to(wanted.tensors, runs, lambda tensors: replace(rows, tensors=tensors).part(*key))
+            return self._fill_gaps(wanted, written)
         whole = SumInto(wanted.tensors, self.form.wide)
         for rows, sums in sources:
             self._add(rows, sums, wanted, whole, key)
-        whole.finish()
+        return whole.finish()
+
+    def _fill_gaps(self, wanted: TokenStore, written: Sequence[Run]) -> None:
+        """Fill rows of a message without a contribution with zeros."""
+        at = 0
+        for start, _, num in (*sorted(written), (wanted.tensors[0].shape[2], 0, 0)):
+            if at < start:
+                for target in wanted.tensors:
+                    target[:, :, at:start].fill_(0.0)
+            at = start + num
 
     def arrived(self, transfer: Moved, rows: TokenStore) -> None:
         piece = transfer.piece
@@ -337,17 +367,17 @@ class BackwardWalk(Walk):
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
         self._add(rows, sums, mine, home.of(key), key)
-        for here, _ in common_rows(rows.runs, mine.runs):
-            sums.drop(here.start, here.stop)
+        for _, here, num in common_rows(rows.runs, mine.runs):
+            sums.drop(here, here + num)
         if sums.any():
             self.others.append((replace(rows, tensors=()), sums))
         return None
 
     def _add(self, source: TokenStore, sums: Sum, target: TokenStore, total: Sum, key: Key) -> None:
         """Add a sum of the source's rows, for some heads, to a sum of the target's, for rows that both have."""
-        for here, there in common_rows(source.runs, target.runs):
-            shift = there.start - here.start
-            for part in sums.within(here.start, here.stop):
+        for there, here, num in common_rows(source.runs, target.runs):
+            shift = there - here
+            for part in sums.within(here, here + num):
                 tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
                 total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
@@ -356,7 +386,7 @@ READ_DELTA = ("reference", "flex")
 """Kernels that read delta; the others compute it from dout and `out`."""
 
 
-class Backward(Run):
+class Backward(TensorRun):
     """One rank's backward run on tensors."""
 
     direction = "backward"

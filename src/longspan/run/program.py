@@ -1,21 +1,25 @@
 """Recorded program of one rank and direction: messages, kernel launches and operations on rows, as data.
 
-A program is recorded once per plan, rank and kernel (`run/walk.py`). It holds no tensors except tables of row numbers,
-by device. `run` replays it on the tensors of a call.
+A program is recorded once per plan, rank and kernel (`run/walk.py`). It holds no tensors: the tables that GPUs read are
+in `run/tables.py`. `run` replays it on the tensors of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longspan.planning.steps import Moved
+from longspan.run import fused
 from longspan.run.moves import Cut, Group, Memory, Move, cut_of, group_operations
 from longspan.run.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
+from longspan.run.tables import CACHE, HostTables
 from longspan.run.transports import Exchange, Program, current_observer, mark
+from longspan.spans import Ints
 
 Attend = Callable[[Launched, Sequence[Tensor]], Iterator[tuple[Tensor, ...]]]
 """Starts a launch on its inputs and yields its results one by one."""
@@ -94,6 +98,18 @@ class RankProgram:
             for item in (*items, *self.end)
             if isinstance(item, Launched | Called)
         }
+
+    @cached_property
+    def host_tables(self) -> HostTables:
+        """The lines of all moves, and the index arrays of all launches."""
+        items = [item for step in self.steps for part in (step.pack, step.work, step.unpack) for item in part]
+        lines: list[Ints] = []
+        low = 0
+        for item in (*items, *self.end):
+            if isinstance(item, Move) and (more := item.add_lines(low)) is not None:
+                lines.append(more)
+                low += len(more)
+        return HostTables(lines, {id(item): item.index_arrays() for item in items if isinstance(item, Launched)})
 
     def run(self, memory: Memory, attend: Attend, direction: str, rank: int, *, alone: bool = False) -> Program[None]:
         """Replay on the tensors in `memory`, which holds the results afterwards. `alone`: one rank, no messages."""
@@ -213,4 +229,8 @@ def _buffers(item: Item) -> list[Buffer]:
 
 
 def memory_for(program: RankProgram, device: torch.device) -> Memory:
-    return Memory(program.buffers, device, by_index=device.type != "cpu")
+    """Return the memory of a run, with the program's tables if it is not on a CPU."""
+    if device.type == "cpu":
+        return Memory(program.buffers, device)
+    tables = CACHE.get(program, device)
+    return Memory(program.buffers, device, tables.numbers if fused.is_fused(device) else None, tables.index)

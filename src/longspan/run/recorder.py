@@ -12,7 +12,7 @@ shape and no data; the resulting list of operations is replayed in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -89,7 +89,7 @@ class Kind(StrEnum):
         return 3 if self is Kind.MERGE else 2 if self is Kind.FINISH else 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Rows:
     """Some rows of a buffer, in place of a `(B, H, T, D)` tensor; D is 1 for statistics."""
 
@@ -110,6 +110,8 @@ class Rows:
     def __getitem__(self, at: tuple[slice, ...]) -> Rows:
         spans = [self.batch, self.heads, self.tokens]
         for dim, part in enumerate(at):
+            if part.start is None and part.stop is None:
+                continue
             start, stop, _ = part.indices(len(spans[dim]))
             spans[dim] = Span(spans[dim].start + start, spans[dim].start + stop)
         return Rows(self.recorder, self.buffer, *spans)
@@ -136,25 +138,26 @@ class Rows:
         return f"b{self.buffer.number}[{self.batch} {self.heads} {self.tokens}]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Run = tuple[int, int, int]
+"""First token of the targets, first token of the sources (of fills: of the targets), and number of tokens."""
+
+
+@dataclass(slots=True, eq=False)
 class Note:
-    """One operation on rows. Written rows come first."""
+    """One operation on runs of tokens of the same places. Written rows come first; tokens of `sides` are not used."""
 
     kind: Kind
     sides: tuple[Rows, ...]
+    runs: Sequence[Run]
     value: float = 0.0
 
-    @property
-    def targets(self) -> tuple[Rows, ...]:
-        return self.sides[: self.kind.num_targets]
-
-    @property
-    def sources(self) -> tuple[Rows, ...]:
-        """Rows that are only read; targets of sums and merges are read as well."""
-        return self.sides[self.kind.num_targets :]
-
     def __repr__(self) -> str:
-        return f"{self.kind} {' '.join(map(repr, self.sides))}"
+        num_targets, texts = self.kind.num_targets, []
+        for number, side in enumerate(self.sides):
+            starts = [(run[0] if number < num_targets else run[1], run[2]) for run in self.runs]
+            tokens = " ".join(f"{start}:{start + num}" for start, num in starts)
+            texts.append(f"b{side.buffer.number}[{side.batch} {side.heads} {tokens}]")
+        return f"{self.kind} {' '.join(texts)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +180,8 @@ class Launched:
     """Token stores of queries and keys without tensors: the position of every row."""
     batch: Span
     heads: Span
+    index_arrays: Callable[[], Mapping[object, Any]] = dict
+    """Makes the kernel's index arrays for these tiles."""
     known: dict[Any, Any] = field(default_factory=dict)
     """Cached positions, by device."""
 
@@ -230,8 +235,18 @@ class Recorder:
         return self.buffer((1, 1, num_bytes, 1), torch.uint8, is_message=True)
 
     def note(self, kind: Kind, *sides: Rows, value: float = 0.0) -> None:
+        first, last = sides[0].tokens, sides[-1].tokens
         if all(sides[0].shape[:3]):  # not empty
-            self.log.append(Note(kind, sides, value))
+            self.log.append(Note(kind, sides, ((first.start, last.start, first.stop - first.start),), value))
+
+    def copy_runs(self, target: Rows, source: Rows, runs: Sequence[Run]) -> None:
+        """Copy runs of tokens, counted from the first of each side."""
+        if not runs or not all(target.shape[:2]):
+            return
+        there, here = target.tokens.start, source.tokens.start
+        if there or here:
+            runs = [(dst + there, src + here, num) for dst, src, num in runs]
+        self.log.append(Note(Kind.COPY, (target, source), runs))
 
     def call(self, function: Callable[..., Any], sources: tuple[Rows, ...], shape: Shape) -> Rows:
         result = self.buffer(shape, sources[0].dtype)

@@ -11,8 +11,9 @@ import math
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from longspan.kernels.contract import Group, Kernel, TileWork, Upstream
 from longspan.layouts import Layout
 from longspan.planning.plan import Plan
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role
-from longspan.run.moves import Memory
+from longspan.run.moves import NO_INDEX, Memory
 from longspan.run.packing import Format, TokenStore, gather, have_all, laid_out, runs_of
 from longspan.run.program import MessageBuffer, ProgramStep, RankProgram, items_of, memory_for
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
@@ -297,8 +298,11 @@ class Walk(RowWalk):
         which = (self.job.rank, self.direction, self.num_computes)
         plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
         tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        (batch, _, num_q, _), num_k = inputs[0].shape, inputs[1].shape[2]
         launch = Launched(tuple(inputs), tiles, (replace(q, tensors=()), replace(kv, tensors=())), q.batch, q.heads)
-        groups = self.kernel.groups(tiles, inputs[0].shape[2], inputs[1].shape[2])
+        if (index_arrays := getattr(self.kernel, "index_arrays", None)) is not None:
+            launch = replace(launch, index_arrays=partial(index_arrays, tiles, num_q, num_k, batch))
+        groups = self.kernel.groups(tiles, num_q, num_k)
         self.recorder.log += [launch] if groups else []
         for number, group in enumerate(groups):
             results = [self.recorder.new(shape, None) for shape in self.result_shapes(group, inputs)]
@@ -340,6 +344,8 @@ class RowRun(ABC):
     """One rank's run in one direction, on tensors: replays the program recorded for its plan."""
 
     direction: str
+    index: Mapping[int, Mapping[object, Tensor]] = NO_INDEX
+    """Index arrays of launches on the device, by the launch's id."""
 
     def __init__(self, task: Task, inputs: Sequence[Tensor]) -> None:
         self.task, self.inputs, self.device = task, inputs, inputs[0].device
@@ -367,6 +373,7 @@ class RowRun(ABC):
         """Return the program and the memory of this run with its inputs."""
         program = recorded(self.task, self.direction, self.computed_by, saves, lambda: self.walk(saves=saves))
         memory = memory_for(program, self.device)
+        self.index = memory.index
         memory.tensors[: len(self.inputs)] = self.inputs
         del self.inputs
         return program, memory
@@ -414,4 +421,4 @@ class Run(RowRun):
                     positions = TilePositions.of(launch.batch, launch.heads, q_rows, kv_rows, self.device)
                     launch.known[self.device] = positions
                 pairs = TilePairs(launch.known[self.device], self.job.scoring, predicate, self.totals, mask.known)
-        return TileWork(q, k, v, launch.tiles, self.job.scale, pairs)
+        return TileWork(q, k, v, launch.tiles, self.job.scale, pairs, self.index.get(id(launch)))
