@@ -119,7 +119,7 @@ MENDS = {
         layout.to_device, PINNED, "table.to(device)", (attention_waits, "mask_function")
     ),
     "the number of labels is not read": Mend(
-        loss._check, 'num_tokens.device.type not in (\n', 'False and num_tokens.device.type not in (\n', PLAIN
+        loss._check, 'num_tokens.device.type not in host', 'False and num_tokens.device.type not in host', PLAIN
     ),
     "tables of transformers' masks are read when they are used": Mend(
         hf_masks.Snapshot.__init__, "tensor.detach().clone()", "tensor.detach().cpu()", PACKED

@@ -197,8 +197,8 @@ def _rows_anywhere(patch):
 
 
 def _lse_as_it_lies(patch):
-    def lse(self, x):
-        rows = self._picked(x, 2, self.rows)
+    def lse(self, x, index):
+        rows = self._picked(x, 2, self.rows, index)
         return rows if len(self.tiles) == 1 else rows.transpose(0, 1).flatten(1)
 
     patch.setattr(Launch, "lse", lse)
