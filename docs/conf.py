@@ -87,7 +87,10 @@ python_maximum_signature_line_length = 88
 nitpick_ignore_regex = [
     ("py:class", r"Axes|Rectangle|numpy\.float64|contextlib\.AbstractContextManager"),
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
-    ("py:class", r"longspan\.layouts\.layout\.X|longspan\.training\.prefetching\.[RT]|numpy\._typing\..*"),
+    (
+        "py:class",
+        r"longspan\.layouts\.layout\.X|longspan\.training\.prefetching\.[RT]|numpy\._typing\..*",
+    ),
     ("py:class", r"longspan\.masks\.captures\.CaptureSnapshot"),
     (
         "py:class",

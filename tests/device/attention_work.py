@@ -1,14 +1,18 @@
 """Attention, convolutions and recurrences over ranks on the device, beside the same calls on the CPU."""
 
+import threading
 from collections import Counter
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 import longspan as ls
 from longspan import masks
+from longspan.run import tables
 from longspan.run.transports import observe
 from longspan.scores import RelativeBias
+from longspan.training import prefetch
 from tests.conv_cases import conv_case
 from tests.device import forms
 from tests.gloo.gloo_work import make_case
@@ -280,3 +284,42 @@ def recurrences(seeds, schedules):
                 assert (a is None and b is None) or torch.equal(a, b), f"{seed}: {p}, differs by {(a - b).abs().max()}"
             compared += 1
     return compared
+
+
+def new_batches(steps, schemes, schedule, compare=5):
+    """New documents in every step, planned and prepared in a thread. Returns copies of tables by thread, the bytes of
+    tables after a third of the steps and after all, and how many steps were compared with the CPU's bits."""
+    tokens, rank, device = 96, dist.get_rank(), here()
+    copies, copy = Counter(), tables.copy_to_device
+
+    def counted(*arguments):
+        copies["thread" if "prefetch" in threading.current_thread().name else "loop"] += 1
+        return copy(*arguments)
+
+    def prepare(number):
+        draw = torch.Generator().manual_seed(number)
+        edges = torch.randperm(tokens - 1, generator=draw)[:4].add(1).sort().values.tolist()
+        mask = masks.documents([b - a for a, b in pairwise([0, *edges, tokens])]) & masks.causal()
+        layout = ls.layouts.balanced(mask, world_size=dist.get_world_size(), seq_len=tokens)
+        scheme = schemes[number % len(schemes)]
+        plan = ls.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=16, dtype="float32", scheme=scheme)
+        plan.prepare(rank, device, kernel="reference")
+        whole = [torch.randn(1, h, tokens, 16, generator=draw) for h in (4, 2, 2, 4)]
+        return number, (plan, whole, {}, lambda learned: {})
+
+    compared, sizes = 0, []
+    tables.copy_to_device = counted
+    torch.accelerator.set_device_index(device.index)
+    try:
+        for number, case in prefetch(range(steps), prepare):
+            with forms.schedule(schedule):
+                found = step(case, device, "reference")
+            if number % compare == 0:
+                expected = step(case, "cpu", "reference")
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), number
+                compared += 1
+            if number in (steps // 3, steps - 1):
+                sizes.append(tables.CACHE.num_bytes(device))
+    finally:
+        tables.copy_to_device = copy
+    return copies, sizes, compared

@@ -39,6 +39,17 @@ def test_devices_that_are_not_the_current_one(form):
     assert ranks(1, form).run(work.same_bits_on_one_device, work.EXTRAS) == [len(work.EXTRAS)]
 
 
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_a_hundred_new_batches_prepared_in_a_thread_have_the_bits_of_the_cpu(form):
+    steps = 100
+    for copies, sizes, compared in ranks(2, form).run(
+        work.new_batches, steps, work.SCHEMES[2], "all late", timeout=300
+    ):
+        assert copies == {"thread": 2 * steps}  # one for each direction, and none in the loop
+        assert compared == 20
+        assert sizes[1] <= 2**20  # small and bounded: plans that are dropped free theirs
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_convolutions_are_those_of_the_cpu(world):
     ranks(world).run(work.convolutions, share(range(40), 5), ("all late",))

@@ -399,13 +399,16 @@ def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backwar
     )  # fmt: skip
     features = Features(not plan.is_structured, False, False, plan.chunks is not None)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, None, q)))
-    job = Job(plan, rank, chosen, 1.0, dtype)
     plan.mask.refresh_captures()
-    by = id(chosen), chosen
     with on_device(device):
-        memory_for(recorded(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
-        if backward:
-            memory_for(recorded(job, "backward", by, False, lambda: BackwardWalk(job)), device)
+        prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
+
+
+def prepare_job(job: Job, device: torch.device, *, backward: bool) -> None:
+    by = id(job.kernel), job.kernel
+    memory_for(recorded(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
+    if backward:
+        memory_for(recorded(job, "backward", by, False, lambda: BackwardWalk(job)), device)
 
 
 def _fake_forward(
