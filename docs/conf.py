@@ -94,7 +94,7 @@ nitpick_ignore_regex = [
     ("py:class", r"longspan\.masks\.captures\.CaptureSnapshot"),
     (
         "py:class",
-        r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w+",
+        r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w*",
     ),
 ]
 

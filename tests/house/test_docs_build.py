@@ -163,10 +163,20 @@ def _check_links_of_html(folder):
                 assert anchor in anchors[file], f"{path.name}: {link} has no such anchor"
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", sorted(path.name for path in ROOT.glob("*.md")))
 def test_links_of_documents_at_the_top(name):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / name).read_text()):
         assert target.startswith("https://") or (ROOT / target).exists(), f"{name}: {target} leads nowhere"
+
+
+def test_owners_and_maintainers_name_paths_that_exist():
+    owned = re.findall(r"^/(\S+) +@longspan/maintainers$", (ROOT / ".github" / "CODEOWNERS").read_text(), re.MULTILINE)
+    assert owned
+    areas = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", (ROOT / "MAINTAINERS.md").read_text(), re.MULTILINE)
+    assert len(areas) >= 5
+    paths = [path for area in areas for path in re.findall(r"`([^`]+)`", area)]
+    for path in [*owned, *paths]:
+        assert (ROOT / path).exists() or (ROOT / "src" / "longspan" / path).is_dir(), path
 
 
 def test_every_page_shows_pictures_that_exist():

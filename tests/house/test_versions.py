@@ -35,6 +35,19 @@ def test_tables_are_in_order():
     assert {(TORCH[0], TRANSFORMERS[0]), (TORCH[-1], TRANSFORMERS[-1])} <= {*PAIRS}
 
 
+def test_the_page_states_the_supported_versions():
+    """torch: the five newest minor releases, without gaps."""
+    first, last = minor(TORCH[0]), minor(TORCH[-1])
+    assert [minor(release) for release in TORCH] == [(first[0], n) for n in range(first[1], last[1] + 1)]
+    assert len(TORCH) == 5
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE))
+    assert rows["torch"] == f"{short(TORCH[0])} to {short(TORCH[-1])}"
+    assert rows["transformers"] == f"{short(TRANSFORMERS[0])} to {short(TRANSFORMERS[-1])}"
+    assert f">={rows['Python']}" == PROJECT["project"]["requires-python"]
+    assert f"tested with {last[0]}.{last[1] + 1} |" in page
+
+
 def test_what_is_called_tested_has_a_row_on_the_page():
     """With its counts: none failed, or it is said what came of that."""
     page = (ROOT / "docs" / "versions.md").read_text()

@@ -65,6 +65,16 @@ def test_the_tutorial_runs_as_it_is_printed(tmp_path):
     assert sum(bool(typed.shown) for typed, _ in took) >= 6
 
 
+@pytest.mark.nightly  # house/test_docs_build.py runs the scripts without looking at what they print
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_score_mod", "pytorch_efficient_backward", "transformers_gpt_oss", "transformers_hybrids"],
+)
+def test_upstream_reports_print_what_they_show(tmp_path, name):
+    took = list(Walker(tmp_path).read(ROOT / "docs" / "upstream" / f"{name}.md"))
+    assert [bool(typed.shown) for typed, _ in took] == [True]
+
+
 def test_a_walk_sees_files_commands_and_what_they_print(tmp_path):
     file, installing, typed = stops(PAGE)
     assert file[0] == "one.py"
