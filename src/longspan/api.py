@@ -332,7 +332,8 @@ def plan(
         dtype: a torch dtype or its name.
         v_head_dim: features of a value, if they differ from `head_dim`.
         batch: batch rows.
-        scheme: the name of a scheme, which is used or refused; "auto" compares all, with reasons.
+        scheme: the name of a scheme, which is used or refused; "auto" compares all, with reasons. "ulysses" is
+            "all_to_all", and "usp(8)" is "hybrid(8, ring)".
         machine: the hardware for which "auto" prices schemes: a `Machine`, or the name of one, such as "h100" (with
             PyTorch's kernels) or "h100-fa3". Default: that of `group`, else an H100 cluster with the kernel that would
             run there.

@@ -277,7 +277,7 @@ REFUSALS = [
         "there is no directory '/nowhere/at'. Create it first.",
     ),
     (("calibrate",), "torchrun --nproc-per-node 4 -m longspan calibrate"),
-    (("dance",), "invalid choice: 'dance'"),
+    (("dance",), "there is no command dance. See longspan --help."),
 ]
 
 

@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn, TextIO, cast
@@ -22,18 +22,40 @@ from longspan.errors import LongspanError
 FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = {  # name: (module, what it does)
-    "plan": ("longspan.cli.plan", "one plan on one screen: scheme, bytes, memory, time, and why"),
+    "plan": ("longspan.cli.plan", "memory, time and traffic of a model or of one attention layer"),
     "compare": ("longspan.cli.compare", "every scheme and layout side by side, PyTorch's among them"),
-    "show": ("longspan.cli.show", "pictures of a mask, a layout or a schedule"),
-    "trace": ("longspan.cli.trace", "the planned timeline as a trace for Perfetto or Chrome"),
-    "bench": ("longspan.cli.bench", "runs attention under torchrun and writes the measured trace"),
-    "calibrate": ("longspan.cli.calibrate", "measures this machine under torchrun and writes a Machine file"),
-    "report": ("longspan.cli.report", "one HTML file that explains a plan to a colleague"),
-    "verify": ("longspan.cli.verify", "compares a context-parallel run with one device"),
-    "prove": ("longspan.cli.prove", "tries a model of transformers over simulated ranks, without weights"),
-    "acceptance": ("longspan.cli.acceptance", "every promise tried on this machine, a verdict for each line"),
+    "prove": ("longspan.cli.prove", "check a model of transformers, without weights or GPUs"),
+    "verify": ("longspan.cli.verify", "compare attention over ranks with one device"),
     "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
+    "acceptance": ("longspan.cli.acceptance", "test every guarantee on this machine, with a verdict for each"),
+    "show": ("longspan.cli.show", "pictures of a mask, a layout or a schedule"),
+    "report": ("longspan.cli.report", "one HTML file that explains a plan"),
+    "trace": ("longspan.cli.trace", "the planned timeline as a trace for Perfetto or Chrome"),
+    "bench": ("longspan.cli.bench", "run attention under torchrun and write the measured trace"),
+    "calibrate": ("longspan.cli.calibrate", "measure this machine under torchrun and write a Machine file"),
 }
+DESCRIPTION = """\
+Exact context parallelism for PyTorch: one sequence over many GPUs, with the results of one.
+
+Does my run fit, and how long does a step take?
+  longspan plan --model qwen3-8b --seq 256k --ranks 8 --memory 80
+Which scheme is the fastest for my documents?
+  longspan compare --seq 1M --ranks 8,64 --docs longtail
+Is my model supported?
+  longspan prove qwen3
+Is this machine ready, and are its results right?
+  longspan doctor
+  torchrun --nproc-per-node 4 -m longspan verify
+  torchrun --nproc-per-node 8 -m longspan acceptance
+"""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter with the help of every command on one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(map(len, COMMANDS)) + 4  # argparse does not count the indent of commands
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,8 +82,9 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Build the parser; only the subcommand that `arguments` name adds its own options."""
     parser = Parser(
         prog="longspan",
-        description="Exact attention over sequences too long for one device: plan it, see it, measure it.",
-        epilog="Exit codes: 0 fine, 1 a check failed, 2 bad arguments. Every command takes --json.",
+        description=DESCRIPTION,
+        epilog="Exit codes: 0 fine, 1 a check failed, 2 bad arguments. Every command takes --help and --json.",
+        formatter_class=Formatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -82,13 +105,13 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _describe_unknown(name: str, words: Sequence[str], known: Sequence[str]) -> str:
+def _describe_unknown(start: str, words: Sequence[str], known: Iterable[str]) -> str:
     """
-    >>> _describe_unknown("plan", ["--schemes", "ring"], ["--scheme", "--seq"])
+    >>> _describe_unknown("plan has no", ["--schemes", "ring"], ["--scheme", "--seq"])
     'plan has no --schemes ring. Did you mean --scheme?'
     """
-    near = [match for word in words for match in get_close_matches(word.partition("=")[0], known, 1, 0.7)]
-    return f"{name} has no {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
+    near = [match for word in words for match in get_close_matches(word.partition("=")[0], list(known), 1, 0.7)]
+    return f"{start} {' '.join(words):.80}." + (f" Did you mean {near[0]}?" if near else "")
 
 
 class Output:
@@ -149,6 +172,8 @@ def usable_streams() -> Iterator[Output]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     with usable_streams() as output:
         try:
             code = _run(words)
@@ -162,12 +187,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
+def _complete() -> None:
+    """Print the completions of a command line and exit, if argcomplete is installed: the shell called, not a user."""
+    with suppress(ModuleNotFoundError):
+        import argcomplete  # pyright: ignore[reportMissingImports]  # optional
+
+        argcomplete.autocomplete(make_parser(os.environ.get("COMP_LINE", "").split()[1:]))
+
+
 def _run(words: list[str]) -> int:
     try:
         parser = make_parser(words)
+        command = next((word for word in words if not word.startswith("-")), None)
+        if command is not None and command not in COMMANDS:
+            parser.error(_describe_unknown("there is no command", [command], COMMANDS))
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            parser.error(_describe_unknown(words[0], unknown, getattr(args, "known", ())))
+            start = "there is no option" if command is None else f"{command} has no"
+            parser.error(_describe_unknown(start, unknown, getattr(args, "known", ("--help", "--version"))))
         if args.version:
             import longspan
 

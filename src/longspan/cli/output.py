@@ -23,6 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import PlanError
+from longspan.planning.planners import scheme_name
+
 # -- Arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,8 +97,8 @@ def counts(text: str) -> tuple[int, ...]:
 def schemes(text: str) -> tuple[str, ...]:
     """Parse names of schemes, separated by commas or semicolons that are not inside parentheses.
 
-    >>> schemes("ring, hybrid(4,exchange); exchange")
-    ('ring', 'hybrid(4,exchange)', 'exchange')
+    >>> schemes("ring, hybrid(4,exchange); ulysses")
+    ('ring', 'hybrid(4,exchange)', 'all_to_all')
     """
     names, depth = [""], 0
     for letter in text.replace(" ", ""):
@@ -106,7 +109,10 @@ def schemes(text: str) -> tuple[str, ...]:
             names[-1] += letter
     if "" in names or depth:
         raise argparse.ArgumentTypeError(f"must be names such as ring,hybrid(4,exchange), but got {text!r:.60}.")
-    return tuple(names)
+    try:
+        return tuple(map(scheme_name, names))
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 # -- Comparisons in words ----------------------------------------------------------------------------------------------

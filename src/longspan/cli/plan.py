@@ -1,8 +1,7 @@
-"""The plan of one workload on one screen: scheme, bytes, balance, memory, predicted time, and why.
+"""Memory, time and traffic of a run, before it is run.
 
-longspan plan --seq 1M --ranks 64 --docs longtail --machine h100
-
-Its figures are those of one attention layer; with --model or --config, of a whole training step (`plan_model`).
+longspan plan --model qwen3-8b --seq 256k --ranks 8 --memory 80     # a training step of a model: does it fit?
+longspan plan --seq 1M --ranks 64 --docs longtail --machine h100    # one attention layer: scheme, bytes, and why
 """
 
 from __future__ import annotations

@@ -258,7 +258,10 @@ def read_model(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ..
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise PlanError(f"--config must be a config.json, or a directory with one, but got {args.config!r:.80}.")
+        raise PlanError(
+            f"--config must be a config.json, or a directory with one, but got {args.config!r:.80}."
+            f" There is no file {str(path)!r:.80}."
+        )
     with path.open("rb") as file:
         data = file.read(MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:

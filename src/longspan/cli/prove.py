@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of
+from longspan.cli.output import Column, Row, Screen, describe_missing, print_json, progress, screen_of
 from longspan.errors import LongspanError, PlanError
 
 FORMS = ("plain", "padded", "packed")
@@ -105,7 +105,7 @@ def _config(source: str) -> Any:
     similar = sorted(name for name in CONFIG_MAPPING if name.startswith(source[:4]))[:6]
     raise PlanError(
         f"MODEL_OR_CONFIG must be a directory with a config.json, that file, or a model type of the installed"
-        f" transformers such as llama or qwen3_next, but got {source!r}."
+        f" transformers such as llama or qwen3_next, but got {source!r:.80}.{describe_missing(source)}"
         + (f" Similar types: {', '.join(similar)}." if similar else "")
     )
 

@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
     names = ", ".join(MACHINES)
     how.add_argument("--machine", metavar="NAME|FILE", help=f"{names}, or a file of `longspan calibrate` (h100)")
     if layout:
-        how.add_argument("--scheme", default="auto", help="auto, or a name such as exchange or 'hybrid(8,exchange)'")
+        how.add_argument("--scheme", default="auto", help="auto, or a name such as exchange, ulysses or 'usp(8)'")
         how.add_argument("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
     how.add_argument("--keep", action="store_true", help="keep remote K/V for backward instead of fetching them again")
     how.add_argument("--fetch-bytes", type=count, help="remote K/V that an exchange may hold at once")

@@ -531,6 +531,7 @@ VOLUMES: dict[Planner, Callable[[Problem], Volume]] = {
 }
 
 _HYBRID = re.compile(r"hybrid\((\d{1,6})(?:,\s*(\w+))?\)")
+_USP = re.compile(r"usp\((\d{1,6})\)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -585,8 +586,30 @@ class Scheme:
         return Schedule(self.name, "forward", self.problem.layout, self.problem.sizes, ranks)
 
 
+def scheme_name(text: str) -> str:
+    """Return the name of a scheme without spaces, and with its own name in the place of an alias.
+
+    >>> scheme_name("ulysses"), scheme_name("usp(4)"), scheme_name("hybrid(4, exchange)")
+    ('all_to_all', 'hybrid(4,ring)', 'hybrid(4,exchange)')
+    """
+    name = text.replace(" ", "")
+    if name == "ulysses":
+        return "all_to_all"
+    if name == "usp" or name.startswith("usp("):
+        match = _USP.fullmatch(name)
+        if match is None:  # its two degrees cannot be derived from the number of ranks
+            raise PlanError(
+                f"scheme must be usp(HEADS), as in usp(8), which is Ulysses over groups of 8 ranks and a ring across"
+                f" the groups, but got {name!r}. Add the size of a group, or use 'auto', which compares all sizes."
+            )
+        return f"hybrid({match[1]},ring)"
+    return name
+
+
 def scheme(name: str, problem: Problem) -> Scheme:
     """Return the scheme of this name: a planner, `all_to_all`, or `hybrid(HEADS, PLANNER)`.
+
+    `ulysses` is an alias of `all_to_all`, and `usp(HEADS)` of `hybrid(HEADS, ring)`.
 
     >>> from longspan import masks, layouts
     >>> from longspan.planning import Problem, Sizes
@@ -601,6 +624,7 @@ def scheme(name: str, problem: Problem) -> Scheme:
             f" exchange computes in chunks and keeps queries on their rank, with their real output; others add"
             f" gradients in an order that depends on the number of ranks. Use 'exchange', or plan without chunks."
         )
+    name = scheme_name(name)
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])
     if name == "all_to_all":
@@ -609,6 +633,6 @@ def scheme(name: str, problem: Problem) -> Scheme:
     if match and (match[2] or "ring") in PLANNERS:
         return Scheme(name, problem, int(match[1]), PLANNERS[match[2] or "ring"])
     raise PlanError(
-        f"scheme must be one of {', '.join(PLANNERS)}, all_to_all and hybrid(HEADS, PLANNER), as in"
-        f" hybrid(8, exchange), or 'auto', which compares them, but got {name!r}."
+        f"scheme must be one of {', '.join(PLANNERS)}, all_to_all (alias ulysses) and hybrid(HEADS, PLANNER), as in"
+        f" hybrid(8, exchange) (usp(8) is hybrid(8, ring)), or 'auto', which compares them, but got {name!r}."
     )
