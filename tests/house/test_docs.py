@@ -30,7 +30,9 @@ def run(code, source, cwd):
 
 def test_readme_example_runs_as_printed(tmp_path):
     (code,) = [code for kind, code in blocks("README.md") if not kind]
-    assert "tensor(True)" in run(code, ROOT / "src", tmp_path)
+    printed = run(code, ROOT / "src", tmp_path)
+    assert printed == "10920 of 16384 entries get a gradient\n"  # of 8 heads, 1365 distances that the mask allows
+    assert f"```text\n{printed}```" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.nightly  # CI walks there
@@ -48,9 +50,13 @@ def test_readme_program_prints_one_loss_on_any_number_of_ranks(tmp_path):
 
 
 def test_readme_is_a_first_screen():
-    """Install and the words of the field come first, and prose is not made of figures."""
+    """Status, install and the words of the field come first, and prose before the results is not made of figures."""
     readme = (ROOT / "README.md").read_text()
     lines = readme.splitlines()
+    assert len(lines) <= 110
+    status = " ".join(lines[:5])
+    for words in ("alpha", "CPUs with Gloo", "not yet run on a GPU", "-m longspan acceptance", "send us the page"):
+        assert words in status, words
     first = " ".join(lines[:12])
     for word in (
         "context parallelism",
@@ -63,7 +69,13 @@ def test_readme_is_a_first_screen():
     ):
         assert word in first, word
     assert lines.index("## Install") < 22
-    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", readme, flags=re.DOTALL)
+    prose, _, results = readme.partition("## Results")
+    assert re.findall(r"^- .*\d.*: `(pytest|python) .*`$", results, re.MULTILINE) == [
+        "pytest",
+        "python",
+        *["pytest"] * 3,
+    ]
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", prose, flags=re.DOTALL)
     assert len(re.findall(r"\b\d[\d.,]*", prose)) <= 20
 
 

@@ -123,6 +123,7 @@ class Walker:
             source = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
             self.environment |= {"PYTHONPATH": source, "PATH": path}
+            (folder / "examples").symlink_to(ROOT / "examples")  # as after a clone
 
     def _make_clean(self) -> None:
         venv.create(self.folder / "venv", with_pip=True)
