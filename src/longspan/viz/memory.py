@@ -42,6 +42,8 @@ def memory_picture(plan: Plan, *, title: str | None = None) -> Scene:
         f" to its own q, k, v, results and gradients, and to what kernels allocate inside ({inside}). Times are"
         " simulated."
     )
+    if size <= _FEW:
+        remark += f" Each lane is {bytes_text(peaks[worst])} high."
     scene, top = headed(title or f"Memory: {plan.scheme.name}", [remark], _ABOUT)
     left, right = MARGIN + 64, WIDTH - MARGIN - 78
     if size <= _FEW:

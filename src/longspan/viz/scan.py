@@ -39,9 +39,7 @@ _ABOUT = (
     " bars below are pieces that arrived or were folded, in the colours of the ranks they came from."
 )
 _HOW_TO_READ = (
-    "Numbered boxes are a rank's segments, pale until the state that enters them arrives. Bars are pieces that arrived"
-    " or were joined in a step, over the segments they stand for, in the colour of the rank they came from: thin ones"
-    " are maps, thick ones begin with the document and are states."
+    "Boxes are segments of a document. Bars are what a rank received or joined in a step: states (thick), maps (thin)."
 )
 
 Reach = tuple[int, int]
