@@ -168,7 +168,7 @@ class Walker:
         if done.returncode:
             raise AssertionError(f"{said}\nended with {done.returncode}\n{done.stdout}\n{done.stderr}")
         # Ranks write at the same time, so that two of their lines may come as one.
-        gone = missing(stop.shown, re.split(r"\n|(?=\brank \d+:)", done.stdout))
+        gone = missing(stop.shown, re.split(r"\n|(?=rank \d+:)", done.stdout))
         if gone:
             raise AssertionError("\n".join([said, "did not print:", *gone, "but:", done.stdout]))
         self.at = Path(where.read_text().strip())
