@@ -21,6 +21,7 @@ from longspan.cli import main
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
 from longspan.kernels import cuda_sdpa, kernel_named
+from longspan.kernels.cuda_flash import Flash
 from tests.gpu import (
     facts,
     guard_zones,
@@ -59,12 +60,18 @@ def off(kernel, case, dtype):
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_right_gpu_kernels_pass_every_case(name):
-    """As far as models by address are right: no case asks a kernel for what it does not do."""
-    kernel = KERNELS[name]
+    """As far as models by address are right. Cases that a kernel refuses are left out, as on a GPU."""
+    kernel, num_checked = KERNELS[name], 0
     for case, dtype in product(FULL, DTYPES[name][-1:]):
         if name == "cudnn" and max(case.dims) > 128:
             continue
+        if isinstance(kernel, Flash) and kernel.version.widths(*case.dims) is None:
+            continue
+        if name == "cudnn_varlen" and case.heads[0] != case.heads[1]:
+            continue
+        num_checked += 1
         assert not off(kernel, case, dtype), (case.name, dtype)
+    assert num_checked
 
 
 def test_a_layout_that_a_gpu_kernel_takes_for_granted_is_seen(monkeypatch):

@@ -122,6 +122,13 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
 
 def estimated(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
     """Return the scheme's times: of all ranks, or of the busiest for a long ring and planners without a layer."""
+    known, key = candidate.problem.estimates, (candidate.name, machine, keep)
+    if key not in known:
+        known[key] = _estimated(candidate, machine, keep=keep)
+    return known[key]
+
+
+def _estimated(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
     groups = candidate.problem.layout.world_size // candidate.heads
     if candidate.inner in LAYERS and (candidate.inner is not PLANNERS["ring"] or groups <= MAX_RING):
         return estimate(candidate, machine, keep=keep)

@@ -194,6 +194,11 @@ class Problem:
         return by_taker(np.concatenate(needed), self.layout.seq_len)
 
     @cached_property
+    def estimates(self) -> dict[Any, Any]:
+        """Predicted times by scheme, machine and `keep`, which a choice and its reasons share."""
+        return {}
+
+    @cached_property
     def needed(self) -> tuple[Ints, ...]:
         """For each lane, (start, stop, rank) of the K/V rows that a rank's queries need and the rank does not hold."""
         return tuple(self._once(lane, self._remote_rows) for lane in self.lanes)
