@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class Session:
         self.report = Report(facts(site), site.ranks.size, site.quick, words)
         self.start = self.test_start = time.monotonic()
         self._lock, self._is_over, self._lost = threading.RLock(), False, False
+        self._raised: float | None = None
+        """Seconds after which the test raised an exception on this rank."""
 
     def run(self, name: str, least_ranks: int, test: Callable[..., None], arguments: dict[str, Any]) -> Outcome:
         """Run a test on this rank, and return the outcome that all ranks agree on."""
@@ -84,10 +86,12 @@ class Session:
         limit = threading.Timer(TEST_SECONDS, self._abort, (f"not finished within {TEST_SECONDS:.0f} s",))
         limit.daemon = True
         limit.start()
+        self._raised = None
         mine = self._try(name, least_ranks, test, arguments)
         try:
-            texts = self.site.gather_bytes(json.dumps(asdict(mine)).encode())
-            self.site.close_groups()
+            row = [asdict(mine), self._raised, self.site.num_groups]
+            rows = [json.loads(text) for text in self.site.gather_bytes(json.dumps(row).encode())]
+            self.site.close_groups(max(num_groups for _, _, num_groups in rows))
         except (RuntimeError, OSError, ValueError) as error:
             text = mine.text if mine.is_red else f"ranks were lost in this line: {error}"
             self._add(name, Outcome("wrong", text))
@@ -95,7 +99,12 @@ class Session:
             raise LostRanksError(text) from error
         finally:
             limit.cancel()
-        outcome = worst([Outcome(**json.loads(text)) for text in texts])
+        outcomes = [Outcome(**found) for found, _, _ in rows]
+        outcome = worst(outcomes)
+        raised = [(seconds, rank) for rank, (_, seconds, _) in enumerate(rows) if seconds is not None]
+        if raised and len({each.text for each in outcomes}) > 1:  # the others may have waited for the first that raised
+            _, rank = min(raised)
+            outcome = replace(outcomes[rank], text=f"rank {rank}: {outcomes[rank].text}")
         self._add(name, outcome)
         return outcome
 
@@ -113,6 +122,7 @@ class Session:
         except pytest.fail.Exception as failed:
             return Outcome("wrong", str(failed.msg), site.outcome.figures)
         except Exception as error:
+            self._raised = time.monotonic() - self.test_start
             return Outcome("wrong", f"{type(error).__name__}: {error}")
         finally:
             if site.is_gpu:

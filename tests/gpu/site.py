@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from longspan import layouts, masks
 from longspan.api import plan
@@ -125,10 +126,18 @@ class Site:
         self._groups.append(group)
         return group
 
-    def close_groups(self) -> None:
+    @property
+    def num_groups(self) -> int:
+        """Groups that this process has created so far, by which PyTorch names the next one."""
+        return distributed_c10d._world.group_count
+
+    def close_groups(self, num_groups: int) -> None:
+        """End the groups of a test. `num_groups` is that of the rank with most: a rank that raised before it created
+        one would give the groups of later tests other names than the other ranks, and wait for them in vain."""
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
+        distributed_c10d._world.group_count = num_groups
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, of which there must be some."""
