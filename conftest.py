@@ -93,3 +93,17 @@ def _one_torch_thread():
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def longspan(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    from longspan.cli import command
+
+    def run(*words):
+        code = command.main(words)
+        found = capsys.readouterr()
+        return code, found.out, found.err
+
+    return run

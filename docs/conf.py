@@ -89,7 +89,7 @@ nitpick_ignore_regex = [
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
     (
         "py:class",
-        r"longspan\.layouts\.layout\.X|longspan\.training\.prefetching\.[RT]|numpy\._typing\..*",
+        r"longspan\.layouts\.layout\.X|numpy\._typing\..*",
     ),
     ("py:class", r"longspan\.masks\.captures\.CaptureSnapshot"),
     (

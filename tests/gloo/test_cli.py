@@ -30,18 +30,6 @@ SRC = Path(ls.__file__).parents[1]
 
 
 @pytest.fixture
-def longspan(capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = command.main(words)
-        found = capsys.readouterr()
-        return code, found.out, found.err
-
-    return run
-
-
-@pytest.fixture
 def answer(longspan):
     """The JSON that a command prints."""
 

@@ -16,18 +16,6 @@ from longspan.planning import Problem, Sizes, scheme
 SRC = Path(ls.__file__).parents[1]
 
 
-@pytest.fixture
-def longspan(capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = command.main(words)
-        found = capsys.readouterr()
-        return code, found.out, found.err
-
-    return run
-
-
 def shell(line, **environment):
     """Run a line of bash in which `longspan` is the command in a process of its own."""
     start = f'longspan() {{ "{sys.executable}" -m longspan "$@"; }}\n'

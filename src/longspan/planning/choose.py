@@ -235,7 +235,7 @@ class Floor:
         return bounds
 
     def _move(self, heads: int, num_bytes: float) -> float:
-        """Return the seconds in which a rank sends so many bytes to the others of its group."""
+        """Return the seconds that a rank takes to send `num_bytes` to the other ranks of its group."""
         machine, is_outside = self.machine, heads > self.machine.node
         link = machine.links[min(int(is_outside), len(machine.links) - 1)]
         share = (heads - machine.node) / (heads - 1) if is_outside else 1.0  # over that link

@@ -461,7 +461,7 @@ class Move:
 
 
 def is_part(buffer: Buffer) -> bool:
-    """Return whether the buffer is addressed inside its message. An unaligned part is a tensor of its own."""
+    """Return whether kernels can address the buffer inside its message. An unaligned part is a separate tensor."""
     return buffer.inside is not None and not buffer.is_unaligned
 
 

@@ -11,11 +11,10 @@ was sharded, `per_sequence` reduces tokens of all ranks to one number per docume
 `gather_tokens` gathers whole sequences for a loss that every rank computes.
 """
 
-from longspan.training.batch import Batch, shard_batch, shift_tokens
+from longspan.training.batch import Batch, prefetch, shard_batch, shift_tokens
 from longspan.training.groups import BatchError, Mesh, Watching, attempt_store, check_same, make_mesh, watch
 from longspan.training.loss import TokenLogprobs, token_logprobs, token_loss
 from longspan.training.loss_without_logits import Head
-from longspan.training.prefetching import prefetch
 from longspan.training.tokens import gather_outputs, gather_tokens, per_sequence, per_token, relayout, shard_like
 
 __all__ = [

@@ -7,10 +7,12 @@ Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from longspan.layouts.layout import check_fill, to_device
 from longspan.masks import Mask
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.plan import Plan
+from longspan.run.group import PREFETCHING
 from longspan.spans import Ints, check_int
 from longspan.training.groups import BatchError, check_batch, check_layout
 
@@ -443,3 +446,49 @@ def _check_no_tokens(name: str, value: Any, seq_len: int) -> None:
     raise BatchError(
         f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but is not in dims. {advice}"
     )
+
+
+# -- The next batch, in a thread ---------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Iterator[R]:
+    """Yield `prepare(batch)` for every batch. A thread reads and prepares the next batch while the loop uses this one.
+
+    `prepare` plans, shards and prepares: everything that a new batch needs on the host, and that sends no messages.
+
+        def prepare(batch):
+            plan = ls.plan(mask_of(batch), layout_of(batch), ...)
+            plan.prepare(rank, device)
+            return plan, plan.shard(batch, rank).to(device)
+
+        for plan, batch in ls.training.prefetch(loader, prepare):
+            ...
+
+    Batches come in order. An exception is raised where its batch would come. The thread uses the device and stream
+    that are current when the loop starts, and has ended when the loop has.
+    """
+    stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+    source = iter(batches)
+
+    def start() -> None:
+        PREFETCHING.add(threading.get_ident())
+        if stream is not None:
+            torch.accelerator.set_stream(stream)  # also makes its device current
+
+    def step() -> tuple[R] | None:
+        for batch in source:
+            return (prepare(batch),)
+        return None
+
+    with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
+        try:
+            future = worker.submit(step)
+            while (found := future.result()) is not None:
+                future = worker.submit(step)
+                yield found[0]
+        finally:
+            worker.submit(lambda: PREFETCHING.discard(threading.get_ident()))
