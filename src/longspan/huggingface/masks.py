@@ -53,6 +53,7 @@ class Term:
         name: our name of the function ("causal", "window", ...), or "function" for an unknown one.
         size: the window or chunk size.
         table: the table that the function looks up, as an array or a `Snapshot`.
+        positions: for chunks that are counted inside packed documents, the position of each token (rows, S).
         parts: the terms that "and" or "or" joins.
         function: the unknown function.
 
@@ -70,13 +71,15 @@ class Term:
         table: NDArray[Any] | Snapshot | None = None,
         parts: tuple[Term, ...] = (),
         function: Callable[..., Any] | None = None,
+        positions: NDArray[Any] | Snapshot | None = None,
     ) -> None:
         self.name, self.size, self.table, self.parts, self.function = name, size, table, parts, function
+        self.positions = positions
         self.names = frozenset((name,)).union(*map(_names, parts))
         self.outline: tuple[Any, ...] = name, size, tuple(map(_outlines, parts))
         self.window: int | None = size if name in ("window", "around") else None
         self.kind: Kind | None = (name, size) if size else (name,)
-        if name in ("function", "blocks"):
+        if name in ("function", "blocks", "moved"):
             self.kind = None
         elif name in ("and", "or"):
             kinds: list[Any] = []
@@ -114,7 +117,17 @@ def _known() -> dict[CodeType, tuple[str, str]]:
         "and": (hf.and_masks(), "mask_functions"),
         "or": (hf.or_masks(), "mask_functions"),
     }
+    if counts_inside_documents():
+        functions["moved"] = (hf.remap_positions_for_packed_sequence(hf.causal_mask_function, row), "mask_function")
     return {function.__code__: (name, variable) for name, (function, variable) in functions.items()}
+
+
+def counts_inside_documents() -> bool:
+    """Return whether this version of transformers calls the mask functions of packed documents with position_ids
+    instead of places in the row (5.23 on): chunks then start again with every document."""
+    from transformers import masking_utils as hf
+
+    return hasattr(hf, "remap_positions_for_packed_sequence")
 
 
 def parse_mask_function(function: Callable[..., Any]) -> Term:
@@ -126,7 +139,17 @@ def parse_mask_function(function: Callable[..., Any]) -> Term:
     if name == "function" or (variable and variable not in contents):
         return Term("function", function=function)
     if name in ("and", "or"):
-        return Term(name, parts=tuple(map(parse_mask_function, contents[variable])))
+        parts = tuple(map(parse_mask_function, contents[variable]))
+        if [part.name for part in parts] == ["packed", "moved"]:
+            # Inside a document positions increase by one, so differences of positions are those of places.
+            inner = parts[1].parts[0]
+            if inner.names - {"and", "or", "causal", "full", "window", "around", "chunk"}:
+                return Term("function", function=function)
+            parts = parts[0], _count_from(inner, parts[1].positions)
+        return Term(name, parts=parts)
+    if name == "moved":
+        inner = parse_mask_function(contents[variable])
+        return Term(name, parts=(inner,), function=function, positions=Snapshot(contents["position_ids"]))
     if name in ("window", "around"):
         return Term(name, size=int(contents[variable]))
     if name == "chunk":
@@ -134,16 +157,26 @@ def parse_mask_function(function: Callable[..., Any]) -> Term:
     return Term(name, table=Snapshot(contents[variable]) if variable else None)
 
 
-def term_of_kind(kind: Kind, left_padding: NDArray[Any]) -> Term:
-    """Return the term of a kind, with chunks that begin after each batch row's padding.
+def _count_from(term: Term, positions: Any) -> Term:
+    """Return the term with chunks that are counted by positions (rows, S)."""
+    if term.name == "chunk":
+        return Term(term.name, term.size, term.table, positions=positions)
+    return Term(term.name, term.size, parts=tuple(_count_from(part, positions) for part in term.parts))
+
+
+def term_of_kind(kind: Kind, left_padding: NDArray[Any], positions: NDArray[Any] | None = None) -> Term:
+    """Return the term of a kind, with chunks that begin after each batch row's padding, or that are counted by
+    positions (rows, S) of packed documents.
 
     >>> term_of_kind(("and", ("causal",), ("window", 7)), np.zeros(1, dtype=int)).parts[1].size
     7
     """
     name, *rest = kind
     if name in ("and", "or"):
-        return Term(name, parts=tuple(term_of_kind(part, left_padding) for part in rest))
-    return Term(name, size=rest[0] if rest else 0, table=left_padding if name == "chunk" else None)
+        return Term(name, parts=tuple(term_of_kind(part, left_padding, positions) for part in rest))
+    if name == "chunk":
+        return Term(name, size=rest[0], table=left_padding, positions=positions)
+    return Term(name, size=rest[0] if rest else 0)
 
 
 # -- From terms to masks -----------------------------------------------------------------------------------------------
@@ -182,6 +215,9 @@ def build_mask(term: Term, frame: Frame, batch: int) -> Mask:
 
         name = getattr(function, "__qualname__", type(function).__name__)
         return from_mask_mod(shifted, frame.length, rows=batch, name=name)
+    if term.name == "chunk" and term.positions is not None:
+        positions = term.positions.array if isinstance(term.positions, Snapshot) else term.positions
+        return _join_rows([document_chunk_mask(term.size, row) for row in positions], batch)
     if term.name == "chunk":
         return _join_rows([chunk_mask(term.size, int(left) - frame.base, frame.length) for left in table], batch)
     build, fill = {"padding": (padding_mask, False), "packed": (group_mask, -1), "blocks": (block_mask, -1)}[term.name]
@@ -257,6 +293,18 @@ def chunk_mask(size: int, first: int, length: int) -> Mask:
     """
     edges = np.arange(first % size, length, size, dtype=np.int64)
     return documents(np.diff(np.unique(np.concatenate(([0], edges, [length])))))
+
+
+def document_chunk_mask(size: int, positions: NDArray[Any]) -> Mask:
+    """Return the mask in which every token sees its own chunk of its own document; a document starts unless positions
+    increase by one.
+
+    >>> document_chunk_mask(2, np.array([0, 1, 2, 0, 1])) == documents([2, 1, 2])
+    True
+    """
+    places, chunks = np.diff(positions), np.diff(positions // size)
+    edges = np.flatnonzero((places != 1) | (chunks != 0)) + 1
+    return documents(np.diff(np.concatenate(([0], edges, [len(positions)]))))
 
 
 # -- The running sequence ----------------------------------------------------------------------------------------------

@@ -33,10 +33,17 @@ class Whole:
     """The whole batch: its size, which tokens are real, and the document of each."""
 
     def __init__(
-        self, batch: int, seq_len: int, padding: NDArray[np.bool_] | None, documents: NDArray[Any] | None
+        self,
+        batch: int,
+        seq_len: int,
+        padding: NDArray[np.bool_] | None,
+        documents: NDArray[Any] | None,
+        positions: NDArray[Any] | None = None,
     ) -> None:
         self.batch, self.seq_len = batch, seq_len
         self.padding, self.documents = padding, documents
+        self.positions = positions
+        """Positions of all tokens, if chunks are counted by them."""
         self._masks: dict[Kind, Mask] = {}
 
     def mask(self, kind: Kind) -> Mask:
@@ -46,7 +53,7 @@ class Whole:
             if self.padding is not None:
                 left_padding = (np.cumsum(self.padding, axis=1) == 0).sum(axis=1)
             frame = Frame(0, self.seq_len)
-            mask = build_mask(term_of_kind(kind, left_padding), frame, self.batch)
+            mask = build_mask(term_of_kind(kind, left_padding, self.positions), frame, self.batch)
             if self.documents is not None:
                 mask = mask & document_mask(self.documents)
             if self.padding is not None:

@@ -29,7 +29,7 @@ from longspan.huggingface.batches import (
     shifted_labels,
 )
 from longspan.huggingface.head import LOGITS, LOSS, SCORES, HeadTask
-from longspan.huggingface.masks import layer_mask
+from longspan.huggingface.masks import counts_inside_documents, layer_mask
 from longspan.huggingface.sequence import ShardedSequence, Whole
 from longspan.huggingface.structure import (
     AFTER_PADDING,
@@ -46,7 +46,7 @@ from longspan.huggingface.structure import (
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.training import Batch, BatchError
-from longspan.training.batch import BatchCut
+from longspan.training.batch import BatchCut, restarts
 from longspan.training.loss_without_logits import start_copy
 
 STATE_KEYS = 2048
@@ -228,7 +228,11 @@ def _geometry(adapter: ModelAdapter, read: Reading, kinds: Any, world_size: int,
             return adapter.geometries[key]
     seq_len = read.seq_len
     layout: Any = options.layout
-    whole = Whole(read.rows, seq_len, padding, read.documents)
+    positions = None
+    if padding is None and read.documents is not None and "chunk" in repr(kinds) and counts_inside_documents():
+        counted = positions_of(read, options.positions, "", None)
+        positions = None if restarts(counted, read.rows, seq_len) is None else counted.cpu().numpy()
+    whole = Whole(read.rows, seq_len, padding, read.documents, positions)
     if layout == "balanced":
         masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
         span_keys = STATE_KEYS if adapter.is_hybrid else 0
