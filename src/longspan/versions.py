@@ -14,11 +14,11 @@ VERSION = "0.2.0"
 PINNED = "2.13.0"
 """The PyTorch release of the full test suite; the others run the quick tests and those over Gloo ranks."""
 TORCH = ("2.11.0", "2.12.1", PINNED, "2.14.1", "2.15.0")
-TRANSFORMERS = ("5.9.0", "5.12.1", "5.15.1", "5.18.0", "5.22.2")
+TRANSFORMERS = ("5.9.0", "5.12.1", "5.15.1", "5.18.0", "5.22.2", "5.23.0")
 PAIRS = (
     (TORCH[0], TRANSFORMERS[0]),
     *((PINNED, release) for release in TRANSFORMERS),
-    (TORCH[-1], TRANSFORMERS[-1]),
+    (TORCH[-1], "5.22.2"),
 )
 """(PyTorch, transformers) that the Hugging Face integration was tested with."""
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")

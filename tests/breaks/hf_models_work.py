@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from tests.hosts.hf_versions import checkpoint_layers
+
 VOCAB, TOKENS = 48, 40
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -188,7 +190,7 @@ def float32_errors(family, case):
     """(errors over ranks, errors of one device) of a step in float32 with gradient checkpointing, of float64."""
     exact = one_device(family, case)
     model = model_of(family, dtype=torch.float32)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, {"use_reentrant": False})
     found = over_ranks(model, batch_of(case)[0])
     return errors_of(found, exact)[:2], errors_of(one_device(family, case, torch.float32), exact)[:2]
 

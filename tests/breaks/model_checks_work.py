@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.hosts.hf_structure_work import llama, text
+from tests.hosts.hf_versions import checkpoint_layers
 
 GLOBAL = nn.modules.module
 
@@ -322,7 +323,7 @@ def _fsdp(model):
 
 
 def _checkpointed(model):
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.train(), {"use_reentrant": False})
     return model
 
 

@@ -17,6 +17,7 @@ import longspan as ls
 from longspan.training import Head, shift_tokens, token_logprobs, token_loss
 from tests.device import forms
 from tests.device.attention_work import here
+from tests.hosts.hf_versions import checkpoint_layers
 
 DIM, HEADS, TOKENS, WORDS = 32, 4, 96, 37
 
@@ -189,7 +190,7 @@ def huggingface_step(family, kind, schedule, checkpointed):
     model.set_attn_implementation("longspan")
     model.to(here()).train()
     if checkpointed:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     batch = {name: x.to(here()) for name, x in batch.items()}
     with forms.schedule(schedule):
         for _ in range(2):

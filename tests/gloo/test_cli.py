@@ -669,9 +669,9 @@ def test_doctor_calls_tested_versions_fit(longspan, answer, monkeypatch, torch_f
         ("2.99.0", None, "torch 2.99 was NOT tested: newer than tested (2.11 to 2.15)"),
         ("3.0.0.dev2027", "5.22.2", "torch 3.0 was NOT tested: newer than tested (2.11 to 2.15)"),
         ("2.10.0+cu130", None, "torch 2.10 was NOT tested: older than the floor (2.11 to 2.15)"),
-        ("2.13.0", "5.10.2", "transformers 5.10 was NOT tested: between tested versions (5.9 to 5.22)"),
-        ("2.13.0", "4.57.6", "transformers 4.57 was NOT tested: older than the floor (5.9 to 5.22)"),
-        ("2.13.0", "main", "transformers main was NOT tested: its version is not known (5.9 to 5.22)"),
+        ("2.13.0", "5.10.2", "transformers 5.10 was NOT tested: between tested versions (5.9 to 5.23)"),
+        ("2.13.0", "4.57.6", "transformers 4.57 was NOT tested: older than the floor (5.9 to 5.23)"),
+        ("2.13.0", "main", "transformers main was NOT tested: its version is not known (5.9 to 5.23)"),
         ("2.12.0", "5.9.0", "torch 2.12 and transformers 5.9 were each tested, but not together"),
     ],
 )

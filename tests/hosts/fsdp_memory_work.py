@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan import huggingface
+from tests.hosts.hf_versions import checkpoint_layers
 
 
 class Live(TorchDispatchMode):
@@ -50,7 +51,7 @@ def phases(config, tokens, checkpointing):
     )
     model = made.model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.layers, model):
         fully_shard(module, mp_policy=policy)

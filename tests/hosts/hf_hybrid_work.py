@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from tests.hosts.hf_versions import checkpoint_layers
+
 VOCAB, TOKENS = 48, 41
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -193,7 +195,7 @@ def step_over_ranks(model_type, case, layout, checkpointing=False):
     batch, _ = batch_of(case)
     model = model_of(model_type)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, {"use_reentrant": False})
     inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, layout=layout)
     targets, total = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch")
     inputs.pop("labels")

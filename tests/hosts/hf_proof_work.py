@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.hosts.hf_structure_work import SIZES, STILL, error, made, text
+from tests.hosts.hf_versions import checkpoint_layers
 from tests.hosts.hf_work import gradients
 
 ENCODER = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
@@ -103,7 +104,7 @@ def images(folder):
         batch = random_batch(form, model)
         batch = with_labels(batch, model(**batch).logits.detach())
         found[name] = _far(model, batch, "contiguous")
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, {"use_reentrant": False})
         found[f"{name}, checkpointed"] = _far(model, batch, "zigzag")
     return found
 

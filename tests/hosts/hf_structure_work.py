@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.hosts.hf_versions import checkpoint_layers
 from tests.hosts.hf_work import SIZES, batch_of, gradients
 
 TOKENS = 41
@@ -283,7 +284,7 @@ class Bypass(nn.Module):
 
 
 def _checkpointed(model, reentrant):
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, {"use_reentrant": reentrant})
     return model
 
 
@@ -370,7 +371,7 @@ def without_keywords():
             right = gradients(model)
             model.zero_grad()
             if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                checkpoint_layers(model, {"use_reentrant": False})
             model(**shard(model, batch)).loss.backward()
             mine = gradients(model)
             for gradient in mine.values():

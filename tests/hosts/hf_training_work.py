@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.hosts.hf_versions import checkpoint_layers
+
 STEPS, VOCAB = 20, 64
 LEARNING_RATE = 1e-3
 EPSILON = 1e-6
@@ -273,7 +275,7 @@ def accelerate_loop(family="gemma3"):
 
             ranks = split_sequences(accelerator)
         model = model_of(family, "eager" if ranks is None else "longspan")
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
         loader = torch.utils.data.DataLoader(samples(8 * STEPS), batch_size=4, collate_fn=pad)

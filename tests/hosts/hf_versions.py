@@ -22,6 +22,12 @@ def has_hybrid(model_type):
     return installed() >= LATER.get(model_type, HYBRIDS_SINCE)
 
 
+def checkpoint_layers(model, options=None):
+    """Turn on activation checkpointing, by the name that transformers has for it from 5.23 on, or by the older one."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
 def skip_unknown(model_type):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -7,6 +7,8 @@ import logging
 import torch
 import torch.distributed as dist
 
+from tests.hosts.hf_versions import checkpoint_layers
+
 VOCAB, TOKENS, BATCH, WINDOW, CHUNK = 24, 52, 2, 9, 11
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4")
 CASES = ("plain", "padded", "packed")
@@ -140,7 +142,7 @@ def compare(family, checkpointing=False):
         batch = batch_of(case)
         expected = truth(model, batch, apart=family == "gpt_oss" and case == "packed")
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         layouts = ("balanced",) if checkpointing else ("balanced", LAYOUTS[1 + number % 3])
         for layout in layouts:
             found[f"{family} {case} {layout}"] = difference(over_ranks(model, batch, layout=layout), expected)

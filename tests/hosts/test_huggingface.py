@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_work as work
+from tests.hosts.hf_versions import checkpoint_layers
 from tests.pool import end_all, pool
 
 pytest.importorskip("transformers")
@@ -179,7 +180,7 @@ def test_checkpointing_and_dropout_on_one_device():
     batch, found = work.batch_of("packed"), []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         torch.manual_seed(3)
         found.append(on_one_device(model, batch))
     loss, gradient, _ = work.difference(*found)

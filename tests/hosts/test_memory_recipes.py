@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longspan import huggingface
+from tests.hosts.hf_versions import checkpoint_layers
 from tests.unit.test_bytes_memory import Ledger
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +72,7 @@ def test_an_mlp_in_chunks_is_exact(name, more, tokens):
         layer.mlp.forward = in_chunks(layer.mlp.forward, 8)
     for checkpointed in (False, True):
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         for ours, theirs in zip(stepped(model, ids, dout), expected, strict=True):
             # a router's softmax is in float32, whatever the model computes in
             bar = 1e-6 if name == "qwen3_moe" else 1e-12
@@ -83,7 +84,7 @@ def test_an_mlp_in_chunks_saves_memory():
     tokens = 2048
     ids, dout = torch.randint(3, 90, (1, tokens)), torch.randn(1, tokens, 64)
     model = made("llama", torch.float32, intermediate_size=512)
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     whole, expected = peak(model, ids, dout)
     in_chunks = recipe()
     for layer in model.model.layers:
@@ -111,7 +112,7 @@ def test_inputs_of_layers_on_the_host_are_exact_and_are_all_that_leaves():
     tokens = 64
     model = made("llama", torch.bfloat16)
     ids, dout = torch.randint(3, 90, (1, tokens)), torch.randn(1, tokens, 64).bfloat16()
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     expected = stepped(model, ids, dout)
     for hooks in (Host(), torch.autograd.graph.save_on_cpu()):
         with hooks:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from longspan import huggingface
+from longspan.huggingface.structure import installed
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
 from tests.hosts.fsdp_memory_work import phases
+from tests.hosts.hf_versions import checkpoint_layers
 from tests.pool import pool
 from tests.sizing_cases import MEASURED, TINY
 from tests.unit.test_bytes_memory import Ledger
@@ -70,7 +72,7 @@ class Kept(torch.autograd.Function):
 
 def delta_kernel(query, key, value, g, beta, **_):
     """What fla's kernel keeps: its inputs, their norms, and a row of a chunk's triangle for each head and token."""
-    triangle = query.new_zeros((*query.shape[:3], 64))
+    triangle = query.new_zeros((*value.shape[:3], 64))
     norms = [x.detach().float().sum(-1) for x in (query, key)]
     return Kept.apply(value, query, key, value, g.detach() * 1.0, beta, triangle, *norms), None
 
@@ -132,7 +134,7 @@ def test_what_a_layer_keeps(monkeypatch, name, dtype):
     found, expected, extra = measured(monkeypatch, name, dtype)
     listed = "\n".join(f"{n} x {size / 64:.0f} {shape} {kind}" for (size, shape, kind), n in extra.items())
     assert abs(expected / found - 1) < 0.1, f"{expected} for {found}:\n{listed}"
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and installed() >= (5, 23):  # before, layers repeat the keys of delta rules
         assert abs(MEASURED[name] / found - 1) < 0.01, f"tests/sizing_cases.py has {MEASURED[name]} for {found}"
 
 
@@ -156,7 +158,7 @@ def test_the_backward_of_a_checkpointed_layer(monkeypatch, name):
         config, attn_implementation="longspan", dtype=torch.bfloat16
     ).train()
     stubbed(monkeypatch, model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model, {"use_reentrant": False})
     slope = (most(model, 1024) - most(model, 512)) / 512
     sizes = sizes_of(as_json(config))
     heads = {heads: AttentionBytes(0, 0) for heads in sizes.attentions}  # on one device nothing is remote

@@ -32,7 +32,8 @@ def test_tables_are_in_order():
         assert sorted(table, key=minor) == list(table)
         assert len({minor(release) for release in table}) == len(table)
     assert {release for pair in PAIRS for release in pair} <= {*TORCH, *TRANSFORMERS}
-    assert {(TORCH[0], TRANSFORMERS[0]), (TORCH[-1], TRANSFORMERS[-1])} <= {*PAIRS}
+    assert (TORCH[0], TRANSFORMERS[0]) in PAIRS
+    assert (TORCH[-1], TRANSFORMERS[-1]) in PAIRS or (TORCH[-1], TRANSFORMERS[-2]) in PAIRS
 
 
 def test_the_page_states_the_supported_versions():

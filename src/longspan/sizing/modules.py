@@ -345,15 +345,14 @@ def gated_delta(reader: ConfigReader, norms: tuple[ModuleSizes, ...]) -> Block:
     key_dim, value_dim = reader.size("linear_key_head_dim"), reader.size("linear_value_head_dim")
     values = value_heads * value_dim
     channels = 2 * key_heads * key_dim + values
-    repeated = 2 * value_heads * key_dim
     # in a chunk: scores, the triangle and what it multiplies; with the state: read twice, written once
     inside = DELTA_CHUNK * (3 * key_dim + 2 * value_dim)
     recurrence = ModuleSizes(
         "recurrence",
         2 * value_heads,
-        repeated + channels + (DELTA_CHUNK + 1) * value_heads,
+        channels + (DELTA_CHUNK + 1) * value_heads,
         5 * value_heads,
-        working=repeated + 2 * values,
+        working=2 * key_heads * key_dim + 2 * values,
         products=value_heads * (inside + 3 * key_dim * value_dim),
     )
     modules = (
