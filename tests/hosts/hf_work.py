@@ -150,6 +150,17 @@ def compare(family, checkpointing=False):
     return found
 
 
+def compare_tiled(family):
+    """The same with MLPs and norms in tiles, and layers checkpointed."""
+    from longspan.training import tile
+
+    model, batch = model_of(family), batch_of("packed")
+    expected = truth(model, batch, apart=family == "gpt_oss")
+    tile(model, 3)
+    checkpoint_layers(model)
+    return {f"{family} tiled": difference(over_ranks(model, batch), expected)}
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,12 @@ def test_ranks_with_gradient_checkpointing(family):
         assert_close(found)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_ranks_with_tiles(family):
+    for found in run(work.compare_tiled, family):
+        assert_close(found)
+
+
 def test_mistakes_would_be_seen():
     """What people get wrong is far off what the tests above allow."""
     for found in run(work.make_mistakes):
