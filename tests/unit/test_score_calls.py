@@ -1,7 +1,9 @@
 """Calls with score functions: what is captured and where it is found, what is refused, and other machinery around."""
 
 import functools
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -320,3 +322,36 @@ def test_what_the_function_raises_comes_through():
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         ls.attention(q, k, v, MASK, score_mod=score_mod)
+
+
+LISTED = [0.5 * i for i in range(16)]
+TABLE = torch.tensor(LISTED)
+CONVERSIONS = {
+    "item": lambda s, b, h, i, j: s + i.item(),
+    "int": lambda s, b, h, i, j: s + int(i),
+    "list": lambda s, b, h, i, j: s + LISTED[i],
+    "math": lambda s, b, h, i, j: s + math.sin(i),
+    "numpy": lambda s, b, h, i, j: s + np.asarray(LISTED)[i],
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_functions_that_convert_to_numbers_are_refused(name):
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(ls.LongspanError, match=r"converts positions or scores .* table\[q_idx\]"):
+        ls.attention(q, q, q, ls.masks.causal(), score_mod=CONVERSIONS[name])
+
+
+def test_what_the_refusal_of_conversions_advises_works():
+    q, mask = torch.randn(1, 2, 16, 8), ls.masks.causal()
+    found = ls.attention(q, q, q, mask, score_mod=lambda s, b, h, i, j: s + TABLE[i] * torch.sin(j))
+    bias = TABLE[:, None] * torch.arange(16.0).sin()
+    hidden = torch.full((16, 16), -torch.inf).triu(1)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias + hidden)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_errors_of_the_users_own_are_left_alone():
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(KeyError):
+        ls.attention(q, q, q, ls.masks.causal(), score_mod=lambda s, b, h, i, j: s + {}["missing"])

@@ -68,6 +68,15 @@ def check_signature(
         ) from mismatch
 
 
+_CONVERSIONS = (
+    "vmap over calling .item()",
+    "only one element tensors can be converted",
+    "only integer tensors of a single element can be converted",
+    "data pointer of Tensor that doesn't have storage",
+)
+"""What PyTorch says where a function converts a tensor of many values, or one of vmap, to a number or an array."""
+
+
 class Elementwise:
     """A function of one pair, callable on arguments that broadcast against each other.
 
@@ -94,7 +103,13 @@ class Elementwise:
         shape = _shape(arguments)
         if math.prod(shape) > 1:
             self.settle(*arguments)
-            return self.function(*arguments) if self.broadcasts else self.mapped(*arguments)
+            if not self.broadcasts:
+                return self.mapped(*arguments)
+            try:
+                return self.function(*arguments)
+            except Exception as error:
+                self._check_conversions(error)
+                raise
         if 0 in shape:
             return self.function(*arguments)
         answer = self.function(*(a.reshape(()) if _is_tensor(a) else a for a in arguments))
@@ -119,11 +134,24 @@ class Elementwise:
                     f"{name} decides by `if`, `and`, `or` or `not` on values of positions or scores, but it is called"
                     f" with tensors of many. Write it with tensor operations: torch.where(condition, a, b), &, | and ~."
                 ) from error
+            self._check_conversions(error)
             error.add_note(
                 f"{name} may give other values for arrays of positions than for single ones, so it was mapped over"
                 f" single ones with torch.vmap. Write it with elementwise operations."
             )
             raise
+
+    def _check_conversions(self, error: Exception) -> None:
+        """Raise in words if the function made a Python number or a numpy array of its arguments."""
+        if isinstance(error, RuntimeError | TypeError | ValueError) and any(
+            text in str(error) for text in _CONVERSIONS
+        ):
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise LongspanError(
+                f"{name} converts positions or scores to Python numbers or numpy arrays (.item(), int(), an index into"
+                f" a list or an array, a function of math), but it is called with tensors of many. Write it with tensor"
+                f" operations: table[q_idx] with a torch tensor, torch.sin(q_idx)."
+            ) from error
 
     def _mapped(self, *arguments: Any) -> Any:
         """Map the function over one dim after the other, so that what depends on the query alone is computed once for
@@ -175,6 +203,9 @@ class Elementwise:
             answer = torch.as_tensor(answer)
         except (RuntimeError, IndexError):
             return False
+        except (TypeError, ValueError) as error:
+            self._check_conversions(error)
+            raise
         if (watch.mixes and can_map) or answer.ndim > single.ndim:
             return False
         answer = answer.to(single.device).expand(single.shape)
