@@ -14,13 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.planning.machine import A100, B200_FA4, H100, H100_CUDNN, H100_FA3, Machine
+from longspan.planning.machine import A100, B200_FA4, H100, H100_CUDNN, H200_FA3, Machine
 from longspan.sizing import Recipe, built_in_config
 
 GIB = float(1 << 30)
 M, K = 1 << 20, 1 << 10
-H200_FA3 = replace(H100_FA3, name="h200-fa3", copy_bandwidth=H100_FA3.copy_bandwidth * 4.8 / 3.35)
-"""An H100 with the memory of an H200 (4.8 TB/s, vendor data sheet)."""
 TRL = "TRL, guide to 1M tokens"
 TITAN = "torchtitan, docs/performance"
 STAS = "ml-engineering, when to upgrade GPUs"
