@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 def figures(plan: Plan) -> dict[str, Any]:
     """Return the plan's figures for JSON: bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
-    chosen, s = next(reason for reason in plan.reasons if reason.chosen), plan.sizes
+    chosen, s = plan.chosen, plan.sizes
     workspaces = [plan.workspace_bytes(rank, deterministic=True) for rank in chosen.ranks]
     slots = plan.layout.local_len or int(plan.layout.num_tokens.max())
     row = (s.q_heads + s.kv_heads) * (s.head_dim + s.v_head_dim)
@@ -158,7 +158,7 @@ def memory_text(summary: dict[str, Any], sampled: str) -> str:
 
 def why(plan: Plan) -> str:
     """Return why this scheme was chosen, in a sentence."""
-    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    chosen = plan.chosen
     others = [reason for reason in plan.reasons if not reason.chosen]
     if not others:
         return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"

@@ -457,7 +457,7 @@ def about_attentions(step: PlannedStep) -> Iterator[str]:
     for heads, number in step.model.sizes.attentions.items():
         dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
         window = "" if heads.window is None else f", window of {heads.window:,} before each token"
-        chosen = next(reason for reason in step.plans[heads].reasons if reason.chosen)
+        chosen = step.plans[heads].chosen
         inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
         yield (
             f"{number} x {heads.q_heads} query and {heads.kv_heads} key/value heads of {dims}{window}, by"
