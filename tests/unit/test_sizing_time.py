@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from longspan.cli import command
-from longspan.cli.plan_model import numbers_of_ranks
 from longspan.errors import PlanError
 from longspan.planning.machine import CPU, H100, MACHINES, Link, machine_text, parse_machine
 from longspan.sizing import (
@@ -24,6 +23,7 @@ from longspan.sizing import (
     step_time,
     why_no_time,
 )
+from longspan.sizing.recommend import numbers_of_gpus
 from longspan.sizing.time import gathered_seconds
 
 FAST = Link(1 << 30, 1e18, 0.0)
@@ -267,8 +267,8 @@ def test_the_smallest_number_of_gpus_fits_and_fewer_do_not(plan):
 
 
 def test_nodes_are_tried_too_and_what_cannot_be_is_left_out(plan):
-    assert 24 in numbers_of_ranks(H100)
-    assert numbers_of_ranks(CPU)[:4] == [1, 2, 4, 8]
+    assert 24 in numbers_of_gpus(H100.node)
+    assert numbers_of_gpus(CPU.node)[:4] == [1, 2, 4, 8]
     asked = ("--model", "qwen3-8b", "--seq", "1M", "--ranks", "8", "--machine", "h100", "--memory", "41", "--scheme")
     assert json.loads(plan(*asked, "ring", "--json")[1])["fits"]["fits_with_ranks"] == 24
     halves = json.loads(plan(*asked, "hybrid(16,ring)", "--ranks", "16", "--json")[1])["fits"]
