@@ -37,7 +37,10 @@ NOT_REPRESENTED = (
     ("torchtitan 2024-12, Llama 3.1 8B with CP to 262,144 tokens", "Float8 products; cards limited to 500 W"),
     ("torchtitan 2024-12 and 2025-06, FSDP", "selective checkpointing"),
     ("Llama 3 405B, 131,072 tokens", "tensor and pipeline parallel"),
-    ("ALST, Llama 8B to 15M tokens", "its tables of step times were not at hand"),
+    (
+        "ALST, Llama 8B to 15M tokens",
+        "step times were not at hand; its lengths are in `python -m benchmarks.recommend`",
+    ),
     ("UPipe, Llama 3 8B to 5M tokens", "its tables were not at hand"),
     ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not stated in the sources"),
     ("NeMo Automodel, mixtures of experts", "expert parallel"),

@@ -224,7 +224,7 @@ def step_memory(step: TrainingStep) -> StepMemory:
     last_rows = MemoryLine("last hidden states", last + rows, "with what the last norm keeps")
 
     # The layer whose backward needs most, and what FSDP gathers and reduces around one layer.
-    worst = max(layers, key=lambda layer: sum(line.size for line in _backward(step, layer)))
+    worst = max(dict.fromkeys(layers), key=lambda layer: sum(line.size for line in _backward(step, layer)))
     gathered, reduced = step.trained(largest) + step.frozen(largest), step.trained(largest)
     around = (
         MemoryLine("gathered layers", 2 * gathered * itemsize, f"this one and the next, {dtype}"),
