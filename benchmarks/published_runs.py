@@ -14,13 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.planning.machine import A100, B200_FA4, H100, H100_CUDNN, H100_FA3, Machine
+from longspan.planning.machine import A100, B200_FA4, H100, H100_CUDNN, H200_FA3, Machine
 from longspan.sizing import Recipe, built_in_config
 
 GIB = float(1 << 30)
 M, K = 1 << 20, 1 << 10
-H200_FA3 = replace(H100_FA3, name="h200-fa3", copy_bandwidth=H100_FA3.copy_bandwidth * 4.8 / 3.35)
-"""An H100 with the memory of an H200 (4.8 TB/s, vendor data sheet)."""
 TRL = "TRL, guide to 1M tokens"
 TITAN = "torchtitan, docs/performance"
 STAS = "ml-engineering, when to upgrade GPUs"
@@ -39,7 +37,10 @@ NOT_REPRESENTED = (
     ("torchtitan 2024-12, Llama 3.1 8B with CP to 262,144 tokens", "Float8 products; cards limited to 500 W"),
     ("torchtitan 2024-12 and 2025-06, FSDP", "selective checkpointing"),
     ("Llama 3 405B, 131,072 tokens", "tensor and pipeline parallel"),
-    ("ALST, Llama 8B to 15M tokens", "its tables of step times were not at hand"),
+    (
+        "ALST, Llama 8B to 15M tokens",
+        "step times were not at hand; its lengths are in `python -m benchmarks.recommend`",
+    ),
     ("UPipe, Llama 3 8B to 5M tokens", "its tables were not at hand"),
     ("USP, LoongTrain, DistFlashAttn", "checkpointing and sharding are not stated in the sources"),
     ("NeMo Automodel, mixtures of experts", "expert parallel"),

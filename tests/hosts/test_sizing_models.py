@@ -11,10 +11,11 @@ import torch
 from longspan import huggingface
 from longspan.huggingface.structure import installed
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
+from longspan.sizing.memory import why_no_lora
 from tests.hosts.fsdp_memory_work import phases
 from tests.hosts.hf_versions import checkpoint_layers
 from tests.pool import pool
-from tests.sizing_cases import MEASURED, TINY
+from tests.sizing_cases import MEASURED, TINY, config_of
 from tests.unit.test_bytes_memory import Ledger
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +137,31 @@ def test_what_a_layer_keeps(monkeypatch, name, dtype):
     assert abs(expected / found - 1) < 0.1, f"{expected} for {found}:\n{listed}"
     if dtype == torch.bfloat16 and installed() >= (5, 23):  # before, layers repeat the keys of delta rules
         assert abs(MEASURED[name] / found - 1) < 0.01, f"tests/sizing_cases.py has {MEASURED[name]} for {found}"
+
+
+DENSE = [name for name in TINY if why_no_lora(sizes_of(config_of(name))) is None]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_adapters_are_those_of_peft(monkeypatch, name):
+    """Every parameter of adapters of all linear layers, and what layers keep beside frozen weights."""
+    peft = pytest.importorskip("peft")
+    huggingface.register()
+    ids, both = torch.randint(3, 90, (1, 64)), []
+    for periods in (1, 2):
+        made_of = made(name, TINY[name][0] * periods)
+        model = transformers.AutoModelForCausalLM.from_config(
+            made_of, attn_implementation="longspan", dtype=torch.bfloat16
+        )
+        config = peft.LoraConfig(r=4, target_modules="all-linear")  # peft writes the model's own names into it
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)  # as FSDP2 computes, in bfloat16
+        model.enable_input_require_grads()
+        sizes = sizes_of(as_json(made_of))
+        assert sizes.adapters(4) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        both.append((sum(layer.kept_bytes(2, 4) for layer in sizes.layers), kept(model.train().base_model.model, ids)))
+    (less, few), (most, many) = both
+    found = sum(key[0] * count for key, count in (many - few).items()) / 64
+    assert abs((most - less) / found - 1) < 0.01
 
 
 def most(model, tokens):

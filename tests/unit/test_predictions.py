@@ -422,5 +422,5 @@ def test_nodes_are_runs_of_ranks_on_one_host(hosts, node):
 
 def test_an_unknown_device_has_no_machine():
     assert machine_of(["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"], "FA2") is None
-    assert machine_of(["NVIDIA H200"], "FA3") is MACHINES["h100-fa3"]
+    assert machine_of(["NVIDIA H200"], "FA3") is MACHINES["h200-fa3"]
     assert machine_of(["NVIDIA B200"], "unknown") is MACHINES["b200"]

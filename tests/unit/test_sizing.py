@@ -168,12 +168,53 @@ def test_what_attention_takes_is_counted_where_it_runs():
 
 
 def test_recipes_that_cannot_be_are_refused():
-    for wrong in ({"offload": True, "checkpointing": False}, {"mlp_chunks": 0}, {"state": "int8"}):
+    for wrong in ({"offload": True, "checkpointing": False}, {"mlp_chunks": 0}, {"state": "int8"}, {"lora": -1}):
         with pytest.raises(PlanError):
             Recipe(**wrong)
     with pytest.raises(PlanError, match="state"):
         Recipe(dtype="float32", state="bfloat16")
     assert replace(Recipe(), offload=True).words == "checkpointing, offload"
+
+
+def test_adapters_have_state_and_the_frozen_model_has_none():
+    """Llama-3-8B with adapters of rank 16 on all linear layers, 41,943,040 parameters, as peft counts them."""
+    sizes, adapters = sizes_of(built_in_config("llama3-8b")), 41_943_040
+    found = step(sizes, Recipe(lora=16))
+    by_name = {moment.name: moment for moment in found.moments}
+    last, layer = by_name["optimizer"], by_name["backward of the first layer"]
+    assert line(last, "parameters") == 2 * sizes.params // 8
+    assert line(last, "adapters") == line(last, "gradients") == 4 * adapters // 8
+    assert line(last, "optimizer") == 2 * 4 * adapters // 8
+    assert line(layer, "gradient of a layer") == (2 + 4) * adapters // 32
+    assert line(layer, "gathered layers") == 2 * 2 * (218_112_000 + adapters // 32)
+    names = {one.name for moment in found.moments for one in moment.lines}
+    assert not names & {"gradient of the head", "gradient"}
+    assert found.host == 0
+    # of a token: 2 norms keep no rows for their weights, 7 adapters keep theirs
+    kept = [layer.kept_bytes(2, lora) for layer in sizes.layers[:1] for lora in (0, 16)]
+    assert kept[0] - kept[1] == 2 * 4096 * 2 - 7 * 16 * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "nemotron-h-8b"])
+def test_adapters_that_peft_makes_differently_are_refused(name):
+    with pytest.raises(PlanError, match=r"`lora` must be 0 for this model: adapters of (experts|recurrent)"):
+        step(sizes_of(built_in_config(name)), Recipe(lora=16))
+    assert step(sizes_of(built_in_config(name))).peak.size > 0
+
+
+def test_an_optimizer_on_the_host_leaves_no_state_on_the_device():
+    sizes = sizes_of(built_in_config("llama3-8b"))
+    for recipe, state in ((Recipe(), 16), (Recipe(state="bfloat16"), 8)):
+        here, there = (step(sizes, replace(recipe, offload_optimizer=on)) for on in (False, True))
+        names = {one.name for moment in there.moments for one in moment.lines}
+        assert not names & {"parameters", "optimizer", "gradients", "square roots"}
+        assert {"embedding and head", "gathered layers", "shards in transit"} <= names
+        assert abs(there.host * 8 / sizes.params - state) < 1e-4
+        assert here.host == 0
+        for one, other in zip(here.moments, there.moments, strict=True):
+            assert other.size < one.size
+    both = step(sizes, Recipe(offload=True, offload_optimizer=True))
+    assert both.host == there.host * 2 + 32 * 4096 * 4096 * 2  # inputs of 32 layers, of 4,096 tokens
 
 
 def test_slabs_are_those_of_the_loss():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from longspan.cli import command
-from longspan.cli.plan_model import numbers_of_ranks
 from longspan.errors import PlanError
 from longspan.planning.machine import CPU, H100, MACHINES, Link, machine_text, parse_machine
 from longspan.sizing import (
@@ -24,6 +23,7 @@ from longspan.sizing import (
     step_time,
     why_no_time,
 )
+from longspan.sizing.recommend import numbers_of_gpus
 from longspan.sizing.time import gathered_seconds
 
 FAST = Link(1 << 30, 1e18, 0.0)
@@ -109,6 +109,38 @@ def test_fsdp_is_seen_where_it_takes_longer_than_layers():
     assert seconds(machine=slow, ranks=1)["FSDP"] == 0
 
 
+def test_frozen_weights_have_no_gradient():
+    """Backward of a frozen product is as long as forward; adapters, head and messages are counted as what trains."""
+    lora, adapters = Recipe(lora=16), 41_943_040
+    found = seconds(lora)
+    assert about(found["matrix products"], 1000 * (6 * 32 * LAYER + 8 * adapters) / 5e14)
+    assert about(found["loss"], 4 * 1000 * 128256 * 4096 / 5e14 + 16 * 1000 * 128256 / 1e12)
+    assert about(found["optimizer"], 7 * 4 * adapters / 8 / 1e12)
+    hidden = replace(ROUND, links=(Link(1 << 30, 1e10, 0.0),))
+    assert about(seconds(lora, machine=hidden)["FSDP"], LLAMA.root_params * 2 * 7 / 8 / 1e10)
+    slow = replace(ROUND, links=(Link(1 << 30, 1e6, 0.0),))  # everything is seen but what layers hide
+    layer = 2 * 2 * (LAYER + adapters // 32) + 4 * adapters // 32
+    hides = sum(found[name] for name in ("attention", "matrix products", "between them"))
+    expected = (LLAMA.root_params * 2 + 32 * layer) * 7 / 8 / 1e6 - hides
+    assert about(seconds(lora, machine=slow)["FSDP"], expected)
+    kept = 1000 * sum(layer.kept_bytes(2, 16) for layer in LLAMA.layers)
+    assert about(found["between them"], 7 * kept / 1e12)
+    each = {heads: AttentionSeconds(1.0, 1.0, 0.0) for heads in LLAMA.attentions}
+    assert about(model_flop(LLAMA, 1000, each, 8, 16), 1000 * (4 * LLAMA.params + 6 * adapters))
+
+
+def test_an_optimizer_on_the_host_makes_the_time_a_lower_bound():
+    heads = {heads: AttentionBytes(0, 0) for heads in LLAMA.attentions}
+    each = {heads: AttentionSeconds(1.0, 2.0, 1e12) for heads in LLAMA.attentions}
+    for recipe, shard in ((Recipe(), 3 * 4 * LLAMA.params), (Recipe(lora=16), 2 * 2 * LLAMA.params + 3 * 4 * 41943040)):
+        for on in (False, True):
+            step = TrainingStep(LLAMA, 1000, 8, heads, replace(recipe, offload_optimizer=on))
+            found = step_time(step, each, ROUND)
+            assert found.at_least == on
+            moved = next(line.seconds for line in found.lines if line.name == "optimizer")
+            assert about(moved, shard / 8 / 1e10) == on
+
+
 def test_what_comes_from_other_nodes_enters_a_node_once():
     two = replace(ROUND, links=(Link(8, 4e11, 0.0), Link(1 << 30, 5e10, 0.0)))
     assert about(gathered_seconds(8e9, 8, two), 8e9 * 7 / 8 / 4e11)
@@ -159,6 +191,7 @@ def test_what_a_machine_does_not_say_is_not_guessed():
         (Recipe(), CPU, "cpu has no matmul_share"),
         (Recipe(dtype="float32"), H100, "not of float32"),
         (Recipe(offload=True), replace(H100, host_bandwidth=0.0), "h100 has no host_bandwidth"),
+        (Recipe(offload_optimizer=True), replace(H100, host_bandwidth=0.0), "h100 has no host_bandwidth"),
     ):
         step = TrainingStep(LLAMA, 100, 8, heads, recipe)
         assert says in why_no_time(step, machine)
@@ -234,8 +267,8 @@ def test_the_smallest_number_of_gpus_fits_and_fewer_do_not(plan):
 
 
 def test_nodes_are_tried_too_and_what_cannot_be_is_left_out(plan):
-    assert 24 in numbers_of_ranks(H100)
-    assert numbers_of_ranks(CPU)[:4] == [1, 2, 4, 8]
+    assert 24 in numbers_of_gpus(H100.node)
+    assert numbers_of_gpus(CPU.node)[:4] == [1, 2, 4, 8]
     asked = ("--model", "qwen3-8b", "--seq", "1M", "--ranks", "8", "--machine", "h100", "--memory", "41", "--scheme")
     assert json.loads(plan(*asked, "ring", "--json")[1])["fits"]["fits_with_ranks"] == 24
     halves = json.loads(plan(*asked, "hybrid(16,ring)", "--ranks", "16", "--json")[1])["fits"]

@@ -228,6 +228,11 @@ class Screen:
             line = f"{'* ' if row.chosen else '  '}{align(row.cells)}{'  ' + row.rest if row.rest else ''}"
             self._line(line, "bold green" if row.chosen else "dim" if row.rest else "")
 
+    def code(self, lines: Sequence[str]) -> None:
+        """Print lines to copy: not wrapped, and not indented."""
+        for line in lines:
+            self._line(line)
+
     def notes(self, notes: Sequence[str]) -> None:
         for note in notes:
             self.text(note, "dim")

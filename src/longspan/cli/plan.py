@@ -1,5 +1,6 @@
 """Memory, time and traffic of a run, before it is run.
 
+longspan plan --model qwen3-8b --seq 256k --gpus 8 --gpu h100       # what to run: mesh, scheme, memory, time
 longspan plan --model qwen3-8b --seq 256k --ranks 8 --memory 80     # a training step of a model: does it fit?
 longspan plan --seq 1M --ranks 64 --docs longtail --machine h100    # one attention layer: scheme, bytes, and why
 """
@@ -10,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.cli import plan_model
+from longspan.cli import plan_gpus, plan_model
 from longspan.cli.output import Column, Row, Screen, bytes_against, print_json, progress, screen_of
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -18,14 +19,21 @@ from longspan.formatting import bytes_alike, bytes_text, rate_text, seconds_alik
 from longspan.planning.choose import Reason
 from longspan.planning.plan import Plan
 
+DEFAULT_RANKS = 8
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload(parser)
     plan_model.add_arguments(parser)
+    add_workload(parser)
+    parser.set_defaults(ranks=None, **dict.fromkeys(plan_model.FROM_MODEL))
 
 
 def run(args: argparse.Namespace) -> int:
-    if plan_model.has_model(args):
+    has_model = plan_model.has_model(args)
+    if args.gpus is not None:
+        return plan_gpus.run(args)
+    args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
+    if has_model:
         return plan_model.run(args)
     workload = Workload.of(args)
     with progress(args, "planning"):
@@ -39,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def figures(plan: Plan) -> dict[str, Any]:
     """Return the plan's figures for JSON: bytes over all ranks, seconds and peak of those in `figures_of_ranks`."""
-    chosen, s = next(reason for reason in plan.reasons if reason.chosen), plan.sizes
+    chosen, s = plan.chosen, plan.sizes
     workspaces = [plan.workspace_bytes(rank, deterministic=True) for rank in chosen.ranks]
     slots = plan.layout.local_len or int(plan.layout.num_tokens.max())
     row = (s.q_heads + s.kv_heads) * (s.head_dim + s.v_head_dim)
@@ -158,7 +166,7 @@ def memory_text(summary: dict[str, Any], sampled: str) -> str:
 
 def why(plan: Plan) -> str:
     """Return why this scheme was chosen, in a sentence."""
-    chosen = next(reason for reason in plan.reasons if reason.chosen)
+    chosen = plan.chosen
     others = [reason for reason in plan.reasons if not reason.chosen]
     if not others:
         return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"

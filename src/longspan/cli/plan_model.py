@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from longspan.cli.workload import Workload
 from longspan.errors import LongspanError, PlanError
 from longspan.formatting import bytes_alike, bytes_text, format_count, seconds_alike, seconds_text, three
 from longspan.layouts import Layout
-from longspan.planning.machine import Machine
+from longspan.planning.machine import GPU_MEMORY, Machine
 from longspan.planning.plan import Plan
 from longspan.sizing import (
     BUILT_IN,
@@ -39,13 +40,10 @@ from longspan.sizing import (
     step_time,
     why_no_time,
 )
+from longspan.sizing.recommend import MAX_GPUS, numbers_of_gpus
 from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds, recipes, training_step, widest
 
 # -- Memory and time of a step, and where it fits ----------------------------------------------------------------------
-
-
-MAX_RANKS, MAX_NODES = 1024, 16
-"""The search for ranks on which a step fits tries powers of two up to this, and this many whole nodes."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +119,13 @@ class PlannedStep:
         """Return the cost for the tokens of all sequences of a step, on all GPUs."""
         model = self.model
         tokens = model.workload.seq_len * model.batch * model.data_parallel
-        flop = model_flop(model.sizes, tokens, attention_seconds(self.plans), self.gpus)
+        flop = model_flop(model.sizes, tokens, attention_seconds(self.plans), self.gpus, model.recipe.lora)
         return StepCost(self.gpus, tokens, self.time().seconds, flop, self.machine.flops)
-
-
-def numbers_of_ranks(machine: Machine) -> list[int]:
-    """Return powers of two and whole nodes, from the smallest.
-
-    >>> from longspan.planning.machine import H100
-    >>> numbers_of_ranks(H100)[:8]
-    [1, 2, 4, 8, 16, 24, 32, 40]
-    """
-    powers = {1 << power for power in range(MAX_RANKS.bit_length())}
-    node = machine.node if machine.node <= MAX_RANKS else 1
-    return sorted(powers | {node * number for number in range(1, MAX_NODES + 1) if node > 1})
 
 
 def steps_that_may_fit(model: ModelWorkload, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[PlannedStep]:
     """Yield steps on more and more ranks, without those whose lower bound does not fit."""
-    for ranks in numbers_of_ranks(model.workload.machine):
+    for ranks in numbers_of_gpus(model.workload.machine.node):
         if ranks <= above or model.least_bytes(ranks, allowed) > room:
             continue
         try:
@@ -195,28 +181,50 @@ QUANTIZED = "The file's quantization_config is left aside: parameters take what 
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Options that a model sets, with their defaults without a model."""
 SWITCHES = {
-    "memory": None, "price": None, "data_parallel": 1, "no_checkpointing": False, "offload": False, "mlp_chunks": 1,
-    "logits": False, "state": "float32",
+    "gpus": None, "gpu": None, "kernel": None, "memory": None, "price": None, "data_parallel": 1, "lora": 0,
+    "no_checkpointing": False, "offload": (), "mlp_chunks": 1, "logits": False, "state": "float32",
 }  # fmt: skip
+SEARCHED = ("data_parallel", "no_checkpointing", "offload", "mlp_chunks")
+"""Options that --gpus searches."""
+PLACES = ("inputs", "optimizer")
+"""What --offload moves to the host."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a whole model, after those of the workload."""
-    parser.set_defaults(**dict.fromkeys(FROM_MODEL))
+    """Add the arguments of a whole model."""
     model = parser.add_argument_group("a whole model, in training")
     which = model.add_mutually_exclusive_group()
-    which.add_argument("--config", metavar="FILE", help="a config.json of transformers; nothing is downloaded")
-    which.add_argument("--model", metavar="NAME", help=f"a model by name: {', '.join(BUILT_IN)}")
+    text = f"{', '.join(BUILT_IN)}, a name on the Hub that is in the local cache, or a folder; nothing is downloaded"
+    which.add_argument("--model", metavar="NAME", help=text)
+    which.add_argument("--config", metavar="FILE", help="a config.json of transformers, or a folder with one")
+    model.add_argument("--gpus", type=count, metavar="N", help="recommend a configuration for so many GPUs")
+    model.add_argument("--gpu", metavar="NAME", help=f"with --gpus: {', '.join(GPU_MEMORY)} (h100)")
+    text = "with --gpus: FA2, FA3, FA4, cuDNN or flex (those that kernel='auto' may run)"
+    model.add_argument("--kernel", metavar="NAME", help=text)
+    model.add_argument("--lora", type=count, default=0, metavar="RANK", help="train adapters of all linear layers only")
     model.add_argument("--memory", type=count, metavar="GB", help="memory of a device, such as 80: does it fit?")
     model.add_argument("--price", type=price, metavar="P", help="of an hour of one GPU: what do a billion tokens cost?")
     text = "N sequences at once, each over its own --ranks; FSDP is over all of them (1)"
     model.add_argument("--data-parallel", type=count, default=1, metavar="N", help=text)
     model.add_argument("--no-checkpointing", action="store_true", help="layers keep all that their backward needs")
-    model.add_argument("--offload", action="store_true", help="inputs of checkpointed layers wait on the host")
+    text = "on the host: inputs (of checkpointed layers, the default), optimizer (and shards), or inputs,optimizer"
+    model.add_argument("--offload", type=places, nargs="?", const=("inputs",), default=(), metavar="WHAT", help=text)
     model.add_argument("--mlp-chunks", type=count, default=1, metavar="N", help="MLPs run over N runs of tokens (1)")
     model.add_argument("--logits", action="store_true", help="the loss is computed from whole logits")
     text = "dtype of parameters, gradients and optimizer as they are kept (float32)"
     model.add_argument("--state", choices=("float32", "bfloat16"), default="float32", help=text)
+
+
+def places(text: str) -> tuple[str, ...]:
+    """Parse what is offloaded.
+
+    >>> places("inputs,optimizer")
+    ('inputs', 'optimizer')
+    """
+    words = tuple(text.split(","))
+    if not set(words) <= set(PLACES):
+        raise argparse.ArgumentTypeError(f"it must be inputs, optimizer, or inputs,optimizer, but got {text!r:.40}.")
+    return words
 
 
 def price(text: str) -> float:
@@ -247,13 +255,31 @@ def has_model(args: argparse.Namespace) -> bool:
         if getattr(args, name) is not None:
             raise PlanError(f"--{name.replace('_', '-')} must not be set with a model, which sets it. Leave it out.")
         setattr(args, name, FROM_MODEL.get(name))
+    if args.gpus is None:
+        for name in ("gpu", "kernel"):
+            if getattr(args, name) is not None:
+                raise PlanError(f"--{name} needs --gpus, which searches. With --ranks, use --machine.")
+        return True
+    for name in SEARCHED:
+        if getattr(args, name) != SWITCHES[name]:
+            raise PlanError(
+                f"--{name.replace('_', '-')} must not be set with --gpus, which searches it. Leave it out, or use"
+                " --ranks for a single configuration."
+            )
+    if args.ranks is not None or args.layout != "balanced":
+        name = "--ranks" if args.ranks is not None else "--layout"
+        raise PlanError(f"{name} must not be set with --gpus, which searches meshes of balanced layouts. Leave it out.")
     return True
 
 
 def read_model(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ...]]:
     """Return the name and the sizes of the model, and notes about it."""
     if args.model is not None:
-        return args.model, sizes_of(built_in_config(args.model)), ()
+        path = find_config(args.model)
+        if path is None:
+            return args.model, sizes_of(built_in_config(args.model)), ()
+        name, sizes, notes = read_config(path)
+        return args.model if "/" in args.model and not Path(args.model).exists() else name, sizes, notes
     path = Path(args.config)
     if path.is_dir():
         path = path / "config.json"
@@ -262,6 +288,46 @@ def read_model(args: argparse.Namespace) -> tuple[str, ModelSizes, tuple[str, ..
             f"--config must be a config.json, or a directory with one, but got {args.config!r:.80}."
             f" There is no file {str(path)!r:.80}."
         )
+    return read_config(path)
+
+
+def hub_cache() -> Path:
+    """Return the folder in which huggingface_hub keeps what it has downloaded."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def find_config(name: str) -> Path | None:
+    """Return the config.json of a folder, of a file, or of a name on the Hub that is in the local cache; None for
+    models that are built in."""
+    path = Path(name)
+    if name in BUILT_IN:
+        return None
+    if path.is_file() or (path / "config.json").is_file():
+        return path if path.is_file() else path / "config.json"
+    cached = hub_cache() / f"models--{name.replace('/', '--')}"
+    if name.count("/") == 1 and ".." not in name:
+        main = cached / "refs" / "main"
+        snapshots = [cached / "snapshots" / main.read_text().strip()] if main.is_file() else []
+        snapshots += sorted(cached.glob("snapshots/*"))
+        found = next((one / "config.json" for one in snapshots if (one / "config.json").is_file()), None)
+        if found is not None:
+            return found
+    try:
+        built_in_config(name)
+    except PlanError as error:
+        if name.count("/") != 1:
+            raise
+        raise PlanError(
+            f"--model must be a folder with a config.json, a name on the Hub that is in {str(hub_cache())!r:.80}, or"
+            f" one of {', '.join(BUILT_IN)}, but got {name!r:.60}. Run `hf download {name} config.json` where there is"
+            " a network, or pass the file with --config."
+        ) from error
+    return None
+
+
+def read_config(path: Path) -> tuple[str, ModelSizes, tuple[str, ...]]:
+    """Return the name and the sizes of the model of a config.json, and notes about it."""
     with path.open("rb") as file:
         data = file.read(MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:
@@ -283,7 +349,10 @@ def run(args: argparse.Namespace) -> int:
         name, sizes, notes = read_model(args)
         workload = Workload.of(args)
         dtype = workload.tensors["dtype"]
-        recipe = Recipe(not args.no_checkpointing, args.offload, args.mlp_chunks, args.logits, dtype, args.state)
+        recipe = Recipe(
+            not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, dtype, args.state,
+            args.lora, "optimizer" in args.offload,
+        )  # fmt: skip
         if args.keep and args.no_checkpointing:
             raise PlanError(
                 "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
@@ -361,6 +430,7 @@ def time_figures(step: PlannedStep, price: float | None) -> dict[str, Any]:
         "simulated": True,
         "machine": step.machine.name,
         "kernel": step.machine.kernel,
+        "at_least": time.at_least,
         "lines": [{"name": line.name, "seconds": line.seconds, "why": line.why} for line in time.lines],
         "tokens": cost.tokens,
         "tokens_per_second": cost.tokens_per_second,
@@ -413,7 +483,7 @@ def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, scr
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
         " shards over all ranks; memory lost between tensors is not counted. Times are simulated; tensor and expert"
-        " parallel, LoRA and FP8 are not known here.",
+        " parallel and FP8 are not known here.",
         *model.notes,
     ))  # fmt: skip
 
@@ -439,7 +509,8 @@ def facts(
         cost = step.cost()
         rates = f"{cost.tokens_per_second:,.0f} tokens/s, {cost.tokens_per_second_per_gpu:,.0f} for each GPU"
         on = f"simulated on {machine.name} ({machine.kernel or 'kernel not named'})"
-        yield "step", f"{seconds_text(cost.seconds)}, {on}: {rates}; MFU {cost.mfu:.1%}"
+        bound = "at least " if step.time().at_least else ""
+        yield "step", f"{bound}{seconds_text(cost.seconds)}, {on}: {rates}; MFU {cost.mfu:.1%}"
         if price is not None:
             yield "cost", f"{cost.per_billion(price):,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
     if fit is not None:
@@ -447,7 +518,7 @@ def facts(
         yield "fits", text + (f"; {fit['advice']}" if "advice" in fit else "")
         least = fit["smallest"]
         if least is None:
-            yield "smallest", f"it fits on none that was tried, up to {MAX_RANKS:,} ranks"
+            yield "smallest", f"it fits on none that was tried, up to {MAX_GPUS:,} ranks"
         else:
             yield "smallest", f"{format_count(least['gpus'], 'GPU')} (--ranks {least['ranks']:,}), with {least['with']}"
 
@@ -457,7 +528,7 @@ def about_attentions(step: PlannedStep) -> Iterator[str]:
     for heads, number in step.model.sizes.attentions.items():
         dims = f"{heads.head_dim}" if heads.head_dim == heads.v_head_dim else f"{heads.head_dim}/{heads.v_head_dim}"
         window = "" if heads.window is None else f", window of {heads.window:,} before each token"
-        chosen = next(reason for reason in step.plans[heads].reasons if reason.chosen)
+        chosen = step.plans[heads].chosen
         inside = "an unknown size" if chosen.workspace_bytes is None else bytes_text(chosen.workspace_bytes)
         yield (
             f"{number} x {heads.q_heads} query and {heads.kv_heads} key/value heads of {dims}{window}, by"

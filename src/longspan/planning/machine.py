@@ -402,6 +402,7 @@ def rank_times(
 #                                                                           of 2025, 10% higher (MagiAttention v1.1)
 #     h100-cudnn   cuDNN 9.19     673 causal forward, 579 backward          cudnn-frontend, on an H200 (the same SMs)
 #     h100-flex    flex, Triton   FA2 x 1.25 forward, x 1.03 backward       PyTorch at GTC 2025
+#     h200...      as h100...     the same SMs with memory of 4.8 TB/s      data sheet
 #     a100         FA2            227 forward, 196 backward at most         FA2 paper (73% and 63% of peak)
 #     a100-flex    flex, Triton   FA2 x 0.90 forward, x 0.85 backward       PyTorch's post on FlexAttention
 #     b200         FA2, in 2.8    411 causal forward, 336 backward          cudnn-frontend
@@ -411,6 +412,10 @@ def rank_times(
 #                                                                           and 1.85 to 2.3)
 #
 # FA4 runs on Hopper too; no published figure was found for it there, so there is no such machine.
+#
+# Cards without NVLink (l40s, rtx4090, a6000, rtx6000ada): peak, memory and PCIe 4 are the data sheets'. Shares of peak
+# are those of FA2 and of products on an A100, and the network between nodes is assumed: none of it was compared with a
+# measurement.
 #
 # Papers: FA2 arXiv:2307.08691, FA3 arXiv:2407.08608; FA4: together.ai/blog/flashattention-4 (1,605 at most on a B200).
 # Posts: pytorch.org/blog/flexattention, .../flexattention-flashattention-4-fast-and-flexible, .../pytorch-at-gtc-2025.
@@ -505,6 +510,38 @@ A100_FLEX = replace(
     forward_tiling=_TRITON, backward_tiling=_TRITON,
     source=_SHEET_A100 + "flex by Triton: 0.90 and 0.85 times FA2, from PyTorch's post on FlexAttention",
 )  # fmt: skip
+_H200 = (
+    "8 x H200 SXM per node: an H100 with memory of 4.8 TB/s (vendor data sheet), links and copies as in the published"
+    " fit; "
+)
+
+
+def _h200(machine: Machine) -> Machine:
+    """Return the machine with the memory of an H200."""
+    name = machine.name.replace("h100", "h200")
+    return replace(
+        machine, name=name, copy_bandwidth=_COPIES * 4.8e12, source=_H200 + machine.source.removeprefix(_H100)
+    )  # fmt: skip
+
+
+H200, H200_FA3, H200_CUDNN, H200_FLEX = map(_h200, (H100, H100_FA3, H100_CUDNN, H100_FLEX))
+
+
+def _card(name: str, about: str, tflops: float, slots: int, bandwidth: float) -> Machine:
+    """Return a card with PCIe 4 and FA2, from its data sheet: TFLOP/s, SMs and bytes per second of memory."""
+    return replace(
+        A100, name=name, flops=tflops * 1e12, slots=slots, copy_bandwidth=_COPIES * bandwidth,
+        links=(Link(8, 32e9 * _WIRE, _LATENCY), Link(1 << 30, 12.5e9 * _WIRE, 2 * _LATENCY)),
+        source=f"8 x {about} per node: {tflops:g} TFLOP/s bf16, {slots} SMs, {bandwidth / 1e12:g} TB/s, PCIe 4 of 32"
+        " GB/s per direction (vendor data sheet), no peer-to-peer link; 100 Gb/s of network per GPU (assumed); FA2 and"
+        " products at an A100's shares of peak, unchecked",
+    )  # fmt: skip
+
+
+L40S = _card("l40s", "L40S", 362, 142, 0.864e12)
+RTX4090 = _card("rtx4090", "GeForce RTX 4090", 165.2, 128, 1.008e12)
+A6000 = _card("a6000", "RTX A6000", 154.8, 84, 0.768e12)
+RTX6000ADA = _card("rtx6000ada", "RTX 6000 Ada Generation", 364.2, 142, 0.960e12)
 B200 = replace(
     H100, name="b200", kernel="FA2", flops=2250e12, forward_share=0.183, backward_share=0.15, slots=148,
     slot_seconds=4e-6, copy_bandwidth=_COPIES * 8e12,
@@ -549,9 +586,15 @@ CPU = Machine(
 MACHINES = {
     machine.name: machine
     for machine in (
-        H100, H100_FA3, H100_CUDNN, H100_FLEX, A100, A100_FLEX, B200, B200_FA4, B200_CUDNN, B200_FLEX, CPU,
+        H100, H100_FA3, H100_CUDNN, H100_FLEX, H200, H200_FA3, H200_CUDNN, H200_FLEX, A100, A100_FLEX,
+        B200, B200_FA4, B200_CUDNN, B200_FLEX, L40S, RTX4090, A6000, RTX6000ADA, CPU,
     )
 }  # fmt: skip
+
+GPU_MEMORY = {
+    "h100": 80, "h200": 141, "a100": 80, "b200": 180, "l40s": 45, "rtx4090": 24, "a6000": 48, "rtx6000ada": 48,
+}  # fmt: skip
+"""GB of memory of each GPU, as sold; an L40S has 48, of which its ECC leaves 45. An A100 may have 40."""
 
 
 def machine_named(name: str) -> Machine:
@@ -559,6 +602,25 @@ def machine_named(name: str) -> Machine:
     if name not in MACHINES:
         raise PlanError(f"machine must be a Machine or one of {', '.join(MACHINES)}, but got {name!r}.")
     return MACHINES[name]
+
+
+def machines_of_gpu(gpu: str, kernel: str | None = None) -> tuple[Machine, ...]:
+    """Return the presets of a GPU: with that kernel, or with those that `kernel="auto"` of `attention` may run.
+
+    cuDNN and flex run only if they are named, or for masks with functions.
+
+    >>> [machine.name for machine in machines_of_gpu("h200")]
+    ['h200', 'h200-fa3']
+    """
+    if gpu not in GPU_MEMORY:
+        raise PlanError(f"`gpu` must be one of {', '.join(GPU_MEMORY)}, but got {gpu!r:.40}. Or use a machine file.")
+    known = {m.kernel.lower(): m for name, m in MACHINES.items() if name.partition("-")[0] == gpu}
+    if kernel is None:
+        return tuple(machine for name, machine in known.items() if name.startswith("fa"))
+    if kernel.lower() not in known:
+        names = ", ".join(machine.kernel for machine in known.values())
+        raise PlanError(f"`kernel` must be one of {names} on {gpu}, but got {kernel!r:.40}.")
+    return (known[kernel.lower()],)
 
 
 def assumed_machine(*, functions: bool) -> Machine:
@@ -584,11 +646,15 @@ GPUS = {
     "NVIDIA A100-SXM4-40GB": "a100",
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h100",
+    "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA GB200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA RTX A6000": "a6000",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
 }
-"""Names of devices that presets are for. Cards with PCIe have other links."""
+"""Names of devices that presets are for. An H100 or A100 with PCIe has other links."""
 
 
 def machine_of(gpus: Iterable[str], kernel: str) -> Machine | None:

@@ -101,12 +101,12 @@ class Plan(Handled):
     @cached_property
     def reasons(self) -> tuple[Reason, ...]:
         """The costs of every compared scheme, the chosen one first; one entry if the scheme was named."""
-        return self.compared or (self._chosen,)
+        return self.compared or (self.chosen,)
 
     @cached_property
     def compared(self) -> tuple[Reason, ...]:
         """`reasons` if the scheme was chosen; () if it was named."""
-        return compare(self._chosen, self.scheme, self.machine, keep=self.keep) if self.is_auto else ()
+        return compare(self.chosen, self.scheme, self.machine, keep=self.keep) if self.is_auto else ()
 
     @cached_property
     def _steps(self) -> dict[int, tuple[tuple[Step, ...], tuple[Step, ...], tuple[Piece, ...]]]:
@@ -184,10 +184,11 @@ class Plan(Handled):
     @property
     def predicted_seconds(self) -> float:
         """Forward and backward of one attention on `machine`, simulated on all ranks."""
-        return self._chosen.seconds
+        return self.chosen.seconds
 
     @cached_property
-    def _chosen(self) -> Reason:
+    def chosen(self) -> Reason:
+        """The costs of the scheme; `reasons` compares it with the others."""
         return replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True)
 
     @property
@@ -219,7 +220,7 @@ class Plan(Handled):
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"
 
     def __str__(self) -> str:
-        sizes, chosen = self.sizes, self._chosen
+        sizes, chosen = self.sizes, self.chosen
         heads = f"{sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}"
         if sizes.v_head_dim != sizes.head_dim:
             heads += f"/{sizes.v_head_dim}"

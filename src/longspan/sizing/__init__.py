@@ -1,6 +1,6 @@
 """Sizes of a model and what a training step of it takes, from a `config.json`, without torch."""
 
-from longspan.sizing.config import BUILT_IN, built_in_config
+from longspan.sizing.config import BUILT_IN, HUB, built_in_config
 from longspan.sizing.families import FAMILIES as _ATTENTION
 from longspan.sizing.families import HYBRID_FAMILIES as _HYBRIDS
 from longspan.sizing.families import sizes_of
@@ -14,6 +14,7 @@ FAMILIES = (*_ATTENTION, *_HYBRIDS)
 __all__ = [
     "BUILT_IN",
     "FAMILIES",
+    "HUB",
     "RESERVE",
     "AttentionBytes",
     "AttentionSeconds",

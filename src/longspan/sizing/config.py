@@ -147,15 +147,44 @@ BUILT_IN = {  # name: (configuration, published parameters in 1e9)
 """Gemma's is its language model, without the vision encoder."""
 
 
+HUB = {
+    "meta-llama/meta-llama-3-8b": "llama3-8b",
+    "meta-llama/llama-3.1-8b": "llama3-8b",
+    "meta-llama/meta-llama-3-70b": "llama3-70b",
+    "meta-llama/llama-3.1-70b": "llama3-70b",
+    "meta-llama/llama-3.3-70b": "llama3-70b",
+    "qwen/qwen3-8b": "qwen3-8b",
+    "qwen/qwen3-32b": "qwen3-32b",
+    "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
+    "mistralai/mistral-7b-v0.3": "mistral-7b",
+    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "google/gemma-3-27b": "gemma3-27b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "allenai/olmo-2-1124-7b": "olmo2-7b",
+    "deepseek-ai/deepseek-v3": "deepseek-v3",
+    "qwen/qwen3-next-80b-a3b": "qwen3-next-80b-a3b",
+    "nvidia/nemotron-h-8b-base-8k": "nemotron-h-8b",
+    "liquidai/lfm2-1.2b": "lfm2-1.2b",
+}
+"""Names on the Hub, in small letters and without the word for a tuned variant, of models that are built in."""
+VARIANTS = ("-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-base", "-it", "-pt")
+
+
 def built_in_config(name: str) -> dict[str, Any]:
-    """Return the built-in configuration of a model.
+    """Return the built-in configuration of a model, by its name here or on the Hub.
 
     >>> built_in_config("qwen3-8b")["num_hidden_layers"]
     36
+    >>> built_in_config("Qwen/Qwen3-8B-Base") == built_in_config("qwen3-8b")
+    True
     """
-    if name not in BUILT_IN:
+    short = name.lower()
+    ending = next((variant for variant in VARIANTS if short.endswith(variant) and short not in HUB), "")
+    known = HUB.get(short.removesuffix(ending), name)
+    if known not in BUILT_IN:
         raise PlanError(
             f"`model` must be one of {', '.join(BUILT_IN)}, but got {name!r:.60}. For another model, pass its file with"
             " --config."
         )
-    return dict(BUILT_IN[name][0])
+    return dict(BUILT_IN[known][0])

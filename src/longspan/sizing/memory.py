@@ -3,7 +3,8 @@
 The peak of a step is the largest sum over its moments, not the sum of everything: logits are freed before a layer is
 recomputed, and gradients of parameters grow while inputs of layers are freed. Parameters, gradients and optimizer state
 are those of FSDP over all ranks (`fully_shard` for each layer and for the model): shards stay, and the parameters of a
-layer are gathered while it runs and while the layer before it runs.
+layer are gathered while it runs and while the layer before it runs. With `offload_policy=CPUOffloadPolicy()`, shards
+are on the host, and Adam runs there.
 
 Counted are the bytes of tensors, as PyTorch requests them. Fragmentation and the memory of CUDA and NCCL are not
 counted: `RESERVE` is an assumption for them.
@@ -56,8 +57,15 @@ class Recipe:
     """Dtype of computation."""
     state: str = "float32"
     """Dtype in which parameters, gradients and optimizer state are kept and reduced."""
+    lora: int = 0
+    """Rank of LoRA adapters of all linear layers but the head: only they train, and the rest is kept in `dtype`. 0: all
+    parameters train."""
+    offload_optimizer: bool = False
+    """Shards of parameters, gradients and optimizer state are on the host, and Adam runs there."""
 
     def __post_init__(self) -> None:
+        if self.lora < 0:
+            raise PlanError(f"`lora` must be the rank of adapters, >= 1, but got {self.lora}. Use 0 for none.")
         if self.mlp_chunks < 1:
             raise PlanError(f"`mlp_chunks` must be >= 1, but got {self.mlp_chunks}. Use 1 for no chunks.")
         for argument in ("dtype", "state"):
@@ -87,7 +95,11 @@ class Recipe:
         """The options that are on, as text."""
         chunks = f"MLP in {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         first = "checkpointing" if self.checkpointing else "no checkpointing"
-        others = (self.offload, "offload"), (chunks, chunks), (self.logits, "whole logits")
+        lora = f"LoRA of rank {self.lora}" if self.lora else ""
+        others = (
+            (self.offload, "offload"), (chunks, chunks), (self.logits, "whole logits"), (lora, lora),
+            (self.offload_optimizer, "optimizer on the host"),
+        )  # fmt: skip
         return ", ".join((first, *(word for on, word in others if on)))
 
 
@@ -136,6 +148,30 @@ class TrainingStep:
     attentions: Mapping[Heads, AttentionBytes]
     recipe: Recipe
 
+    def __post_init__(self) -> None:
+        if self.recipe.lora and (why := why_no_lora(self.sizes)) is not None:
+            raise PlanError(f"`lora` must be 0 for this model: {why}. Leave it out.")
+
+    def trained(self, part: LayerSizes | ModelSizes) -> int:
+        """Return how many parameters of a layer or model train."""
+        return part.adapters(self.recipe.lora) if self.recipe.lora else part.params
+
+    def frozen(self, part: LayerSizes | ModelSizes) -> int:
+        """Return how many of them do not."""
+        return part.params if self.recipe.lora else 0
+
+    def shard(self, count: int) -> int:
+        """Return how many of so many parameters a rank holds."""
+        return -(-count // self.ranks)
+
+
+def why_no_lora(sizes: ModelSizes) -> str | None:
+    """Return why adapters of this model are not sized, or None: adapters are compared with those that peft makes."""
+    kinds = sorted(sizes.num_blocks.keys() & {"experts", "recurrent"})
+    if kinds:
+        return f"adapters of {' and '.join(kinds)} layers are not sized"
+    return "adapters of projections that are one matrix are not sized" if sizes.model_type == "phi3" else None
+
 
 def step_memory(step: TrainingStep) -> StepMemory:
     """Return the memory at each moment of a step.
@@ -152,14 +188,28 @@ def step_memory(step: TrainingStep) -> StepMemory:
     itemsize, state_size, dtype, state = recipe.itemsize, recipe.state_size, recipe.dtype, recipe.state
 
     # The shards of a rank, and the parameters outside of layers, which FSDP keeps gathered.
-    shard = -(-sizes.params // step.ranks)
-    of = f"{sizes.params / 1e9:,.2f}e9" + (f" / {step.ranks:,} ranks" if step.ranks > 1 else "")
-    parameters = MemoryLine("parameters", shard * state_size, f"{of}, {state}")
+    shard, frozen = step.shard(step.trained(sizes)), step.shard(step.frozen(sizes))
+    over = f" / {step.ranks:,} ranks" if step.ranks > 1 else ""
+    of, trains = f"{sizes.params / 1e9:,.2f}e9{over}, ", "parameters" if not recipe.lora else "adapters"
+    if recipe.lora:
+        parameters = (
+            MemoryLine("parameters", frozen * itemsize, f"{of}{dtype}, frozen"),
+            MemoryLine("adapters", shard * state_size, f"{step.trained(sizes) / 1e6:,.1f}e6{over}, {state}"),
+        )
+    else:
+        parameters = (MemoryLine("parameters", shard * state_size, f"{of}{state}"),)
     optimizer = MemoryLine("optimizer", 2 * shard * state_size, f"two moments of Adam, {state}")
-    gradients = MemoryLine("gradients", shard * state_size, f"of all parameters, {state}")
-    roots = MemoryLine("square roots", shard * state_size, "Adam's, of all parameters; none if it is fused")
+    gradients = MemoryLine("gradients", shard * state_size, f"of all {trains}, {state}")
+    roots = MemoryLine("square roots", shard * state_size, f"Adam's, of all {trains}; none if it is fused")
     root = MemoryLine("embedding and head", sizes.root_params * itemsize, f"whole, as FSDP gathers them, {dtype}")
-    before, after = (parameters, optimizer, root), (parameters, optimizer, gradients, root)
+    largest = max(layers, key=lambda layer: layer.params)
+    held, grown, last_moment = (*parameters, optimizer), (gradients,), (*parameters, optimizer, gradients, roots)
+    on_host = 0
+    if recipe.offload_optimizer:
+        on_host = sum(line.size for line in (*held, *grown))
+        size = step.shard(step.trained(largest)) * state_size + step.shard(step.frozen(largest)) * itemsize
+        held, grown, last_moment = (MemoryLine("shards in transit", 2 * size, "of two layers, from the host"),), (), ()
+    before, after = (*held, root), (*held, *grown, root)
 
     # Rows that layers keep for backward.
     rows = _input_bytes(step)
@@ -170,36 +220,35 @@ def step_memory(step: TrainingStep) -> StepMemory:
         kept = MemoryLine("inputs of layers", 2 * rows, f"2 of {len(layers)} in transit; the rest on the host")
     else:
         kept = MemoryLine("inputs of layers", len(layers) * rows, f"{len(layers)} layers, checkpointed")
-    last = step.tokens * sizes.last.kept_bytes(itemsize)
+    last = step.tokens * sizes.last.kept_bytes(itemsize, recipe.lora)
     last_rows = MemoryLine("last hidden states", last + rows, "with what the last norm keeps")
 
     # The layer whose backward needs most, and what FSDP gathers and reduces around one layer.
-    worst = max(layers, key=lambda layer: sum(line.size for line in _backward(step, layer)))
-    largest = max(layer.params for layer in layers)
+    worst = max(dict.fromkeys(layers), key=lambda layer: sum(line.size for line in _backward(step, layer)))
+    gathered, reduced = step.trained(largest) + step.frozen(largest), step.trained(largest)
     around = (
-        MemoryLine("gathered layers", 2 * largest * itemsize, f"this one and the next, {dtype}"),
-        MemoryLine("gradient of a layer", largest * (itemsize + state_size), f"whole; also in {state}, being reduced"),
+        MemoryLine("gathered layers", 2 * gathered * itemsize, f"this one and the next, {dtype}"),
+        MemoryLine("gradient of a layer", reduced * (itemsize + state_size), f"whole; also in {state}, being reduced"),
     )
     first = MemoryLine("input of a layer", rows, "the only one that is left")
     if not recipe.checkpointing:
         first = MemoryLine("activations", _layer_kept(step, worst), "of the only layer that is left")
 
-    # FSDP reduces the gradient of the head together with the embedding's, at the end.
-    why = f"{dtype}, until the embedding's is there"
-    head = MemoryLine("gradient of the head", sizes.vocab * sizes.hidden * itemsize, why)
-    root_gradient = MemoryLine(
-        "gradient",
-        sizes.root_params * (itemsize + state_size),
-        f"of embedding and head; also in {state}, being reduced",
-    )
+    # FSDP reduces the gradient of the head together with the embedding's, at the end. Both are frozen beside adapters.
+    head = root_gradient = ()
+    if not recipe.lora:
+        why = f"{dtype}, until the embedding's is there"
+        head = (MemoryLine("gradient of the head", sizes.vocab * sizes.hidden * itemsize, why),)
+        why = f"of embedding and head; also in {state}, being reduced"
+        root_gradient = (MemoryLine("gradient", sizes.root_params * (itemsize + state_size), why),)
     moments = (
         Moment("loss", (*before, kept, last_rows, *loss_lines(sizes, step.tokens, recipe))),
-        Moment("backward of the last layer", (*before, kept, head, *around, *_backward(step, worst))),
-        Moment("backward of the first layer", (*after, first, head, *around, *_backward(step, worst))),
-        Moment("end of backward", (*after, root_gradient)),
-        Moment("optimizer", (parameters, optimizer, gradients, roots)),
+        Moment("backward of the last layer", (*before, kept, *head, *around, *_backward(step, worst))),
+        Moment("backward of the first layer", (*after, first, *head, *around, *_backward(step, worst))),
+        Moment("end of backward", (*after, *root_gradient)),
+        Moment("optimizer", last_moment),
     )
-    return StepMemory(moments, rows * len(layers) if recipe.offload else 0)
+    return StepMemory(moments, on_host + (rows * len(layers) if recipe.offload else 0))
 
 
 def slab_rows(tokens: int, words: int, itemsize: int) -> int:
@@ -220,12 +269,11 @@ def loss_lines(sizes: ModelSizes, tokens: int, recipe: Recipe) -> tuple[MemoryLi
         text = f"{tokens:,} tokens x {sizes.vocab:,} words at {WHOLE} bytes"
         return MemoryLine("logits", tokens * sizes.vocab * WHOLE, text), rows
     some = slab_rows(tokens, sizes.vocab, WIDE)
+    slab = MemoryLine("slab of logits", some * sizes.vocab * WIDE * 6 // 5, f"{some:,} tokens at a time, and a fifth")
+    if recipe.lora:  # the head is frozen
+        return slab, rows
     head = sizes.vocab * sizes.hidden * (WIDE + recipe.itemsize)
-    return (
-        MemoryLine("slab of logits", some * sizes.vocab * WIDE * 6 // 5, f"{some:,} tokens at a time, and a fifth"),
-        MemoryLine("gradient of the head", head, f"its sum in float32, and in {recipe.dtype}"),
-        rows,
-    )
+    return slab, MemoryLine("gradient of the head", head, f"its sum in float32, and in {recipe.dtype}"), rows
 
 
 def _input_bytes(step: TrainingStep) -> int:
@@ -234,7 +282,7 @@ def _input_bytes(step: TrainingStep) -> int:
 
 def _block_kept(step: TrainingStep, block: Block) -> int:
     """Return the bytes that a block keeps; for an MLP in chunks those of the inputs and of one chunk."""
-    size, recipe = block.kept_bytes(step.recipe.itemsize), step.recipe
+    size, recipe = block.kept_bytes(step.recipe.itemsize, step.recipe.lora), step.recipe
     if block.kind not in ("mlp", "experts") or recipe.mlp_chunks == 1:
         return step.tokens * size
     rows = -(-step.tokens // recipe.mlp_chunks)

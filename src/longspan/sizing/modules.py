@@ -41,11 +41,21 @@ class ModuleSizes:
     """Parameters that one token meets; all of them, unless a router chooses experts."""
     products: int = 0
     """Multiplications of one token, forward, without those with parameters: a recurrence's. A plan has attention's."""
+    adapted: int = 0
+    """Inputs and outputs of a linear layer: parameters of its LoRA adapter for each rank."""
+    for_weight: int = 0
+    """Of what is kept, what only the gradient of its own weight needs; of a linear layer, its adapter needs it too."""
+    for_weight_wide: int = 0
+    """The same in float32."""
 
-    def kept_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one token that are kept."""
+    def kept_bytes(self, itemsize: int, lora: int = 0) -> int:
+        """Return the bytes of one token that are kept; with `lora`, where weights are frozen beside adapters of this
+        rank, which keep their inner rows."""
         copies = self.kept_copies * WIDE if itemsize < WIDE else 0
-        return self.kept * itemsize + self.kept_wide * WIDE + copies + self.kept_indices * INDEX
+        size = self.kept * itemsize + self.kept_wide * WIDE + copies + self.kept_indices * INDEX
+        if lora:
+            size += (lora * (self.adapted > 0) - self.for_weight) * itemsize - self.for_weight_wide * WIDE
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +90,13 @@ class Block:
     def products(self) -> int:
         return sum(module.products for module in self.modules)
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank, one for each linear layer."""
+        return rank * sum(module.adapted for module in self.modules)
+
+    def kept_bytes(self, itemsize: int, lora: int = 0) -> int:
         """Return the bytes of one token that are kept until backward."""
-        return sum(module.kept_bytes(itemsize) for module in self.modules)
+        return sum(module.kept_bytes(itemsize, lora) for module in self.modules)
 
     @property
     def working(self) -> int:
@@ -104,9 +118,13 @@ class LayerSizes:
     def active_params(self) -> int:
         return sum(block.active_params for block in self.blocks)
 
-    def kept_bytes(self, itemsize: int) -> int:
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank."""
+        return sum(block.adapters(rank) for block in self.blocks)
+
+    def kept_bytes(self, itemsize: int, lora: int = 0) -> int:
         """Return the bytes of one token that are kept until backward."""
-        return sum(block.kept_bytes(itemsize) for block in self.blocks)
+        return sum(block.kept_bytes(itemsize, lora) for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +154,10 @@ class ModelSizes:
         """Parameters that one token meets; those of the embedding and the head included."""
         return self.root_params + sum(layer.active_params for layer in self.layers)
 
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank, in layers only: head and embedding have none."""
+        return sum(layer.adapters(rank) for layer in self.layers)
+
     @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(block for layer in self.layers for block in layer.blocks)
@@ -153,7 +175,7 @@ class ModelSizes:
 
 def linear(name: str, n_in: int, n_out: int, *, bias: bool = False, keeps: bool = True) -> ModuleSizes:
     """A linear layer. Of several that share an input, one `keeps` it."""
-    return ModuleSizes(name, n_in * n_out + n_out * bias, n_in * keeps)
+    return ModuleSizes(name, n_in * n_out + n_out * bias, n_in * keeps, adapted=n_in + n_out)
 
 
 def norm(name: str, features: int, groups: int = 1, *, style: str = "rms") -> ModuleSizes:
@@ -163,8 +185,8 @@ def norm(name: str, features: int, groups: int = 1, *, style: str = "rms") -> Mo
     if style == "plain":
         return ModuleSizes(name, 0, 0, size + 2 * groups)
     if style == "wide":
-        return ModuleSizes(name, features, 0, 2 * size + groups)
-    return ModuleSizes(name, features, size, size + groups)
+        return ModuleSizes(name, features, 0, 2 * size + groups, for_weight_wide=size)
+    return ModuleSizes(name, features, size, size + groups, for_weight=size)
 
 
 def core(heads: Heads, *, values: int | None = None) -> ModuleSizes:

@@ -8,7 +8,10 @@ loss             the head's products, and passes over logits
 FSDP             parameters of a layer are gathered, and its gradient is reduced, while another layer runs: exposed is
                  the time beyond that of the layer; embedding and head are always exposed
 offload          inputs of layers, to the host and back, in line with everything else
-optimizer        Adam's passes over a rank's shard
+optimizer        Adam's passes over a rank's shard; if it is on the host, shards go to the device twice and gradients
+                 back, and Adam's time there is not known: the time of the step is a lower bound then
+
+With LoRA, products with frozen weights have no second half in backward, and only adapters are reduced and stepped.
 
 Four ranks with links of 1 GB/s gather a layer of 1 GB: each receives three quarters of it.
 
@@ -67,6 +70,8 @@ class StepTime:
     """The time of a step by its parts."""
 
     lines: tuple[TimeLine, ...]
+    at_least: bool = False
+    """Whether a part is not known and left out: Adam on the host."""
 
     @property
     def seconds(self) -> float:
@@ -100,7 +105,7 @@ def why_no_time(step: TrainingStep, machine: Machine) -> str | None:
         return f"{machine.name} has no matmul_share, the speed of matrix products as a share of its flops"
     if step.recipe.itemsize != 2:
         return f"speeds are known of bfloat16 and float16, not of {step.recipe.dtype}"
-    if step.recipe.offload and not machine.host_bandwidth:
+    if (step.recipe.offload or step.recipe.offload_optimizer) and not machine.host_bandwidth:
         return f"{machine.name} has no host_bandwidth, which offload needs"
     return None
 
@@ -114,11 +119,19 @@ def step_time(step: TrainingStep, seconds: Mapping[Heads, AttentionSeconds], mac
     for layer, number in Counter(sizes.layers).items():
         forward, backward = _layer(step, layer, seconds, machine)
         total += (forward + backward).times(number)
-        exposed += number * _exposed(step, layer.params, (forward.seconds, backward.seconds), machine)
-    exposed += _exposed(step, sizes.root_params, (0.0, 0.0), machine)
+        params = step.trained(layer) + step.frozen(layer), step.trained(layer)
+        exposed += number * _exposed(step, params, (forward.seconds, backward.seconds), machine)
+    root = sizes.root_params
+    exposed += _exposed(step, (root, 0 if recipe.lora else root), (0.0, 0.0), machine)
     logits, rate = float(step.tokens) * sizes.vocab, machine.flops * machine.matmul_share
-    loss = 6 * logits * sizes.hidden / rate + LOGIT_BYTES * logits / machine.copy_bandwidth
-    adam = ADAM_PASSES * -(-sizes.params // step.ranks) * recipe.state_size / machine.copy_bandwidth
+    head = 4 if recipe.lora else 6
+    loss = head * logits * sizes.hidden / rate + LOGIT_BYTES * logits / machine.copy_bandwidth
+    shard = step.shard(step.trained(sizes)) * recipe.state_size
+    adam = TimeLine("optimizer", ADAM_PASSES * shard / machine.copy_bandwidth, "Adam over a rank's shard")
+    if recipe.offload_optimizer:
+        moved = 3 * shard + 2 * step.shard(step.frozen(sizes)) * recipe.itemsize
+        why = "shards from the host, twice, and gradients to it; Adam there is not counted"
+        adam = TimeLine("optimizer", moved / machine.host_bandwidth, why)
     again = ", forward twice" if recipe.checkpointing else ""
     lines = [
         TimeLine("attention", total.attention, f"from the plans{again}"),
@@ -126,13 +139,13 @@ def step_time(step: TrainingStep, seconds: Mapping[Heads, AttentionSeconds], mac
         TimeLine("between them", total.between, "norms, activations and the like: bytes through memory"),
         TimeLine("loss", loss, "the head's products, and passes over logits"),
         TimeLine("FSDP", exposed, f"what layers do not hide, over {step.ranks:,} ranks"),
-        TimeLine("optimizer", adam, "Adam over a rank's shard"),
+        adam,
     ]
     if recipe.offload:
         size = float(step.tokens) * sizes.hidden * recipe.itemsize
         moved = 2 * len(sizes.layers) * size / machine.host_bandwidth
         lines.append(TimeLine("offload", moved, "inputs of layers to the host and back"))
-    return StepTime(tuple(lines))
+    return StepTime(tuple(lines), recipe.offload_optimizer)
 
 
 def gathered_seconds(size: float, ranks: int, machine: Machine) -> float:
@@ -154,24 +167,29 @@ def _layer(
     step: TrainingStep, layer: LayerSizes, seconds: Mapping[Heads, AttentionSeconds], machine: Machine
 ) -> tuple[_Parts, _Parts]:
     """Return the parts of forward, and of backward with what is recomputed in it."""
-    forward, backward = _Parts(), _Parts()
+    forward, backward, lora = _Parts(), _Parts(), step.recipe.lora
+    rate = machine.flops * machine.matmul_share
     for block in layer.blocks:
-        flop = 2.0 * step.tokens * (block.active_params + block.products)
-        moved = step.tokens * block.kept_bytes(step.recipe.itemsize)
+        flop = 2.0 * step.tokens * (block.active_params + block.products + block.adapters(lora))
+        frozen = 2.0 * step.tokens * block.active_params if lora else 0.0
+        moved = step.tokens * block.kept_bytes(step.recipe.itemsize, lora)
         times = AttentionSeconds(0.0, 0.0, 0.0) if block.heads is None else seconds[block.heads]
-        products, between = flop / (machine.flops * machine.matmul_share), KEPT_FORWARD * moved / machine.copy_bandwidth
+        products, between = flop / rate, KEPT_FORWARD * moved / machine.copy_bandwidth
         one = _Parts(times.forward, products, between)
         again = step.recipe.checkpointing + (step.recipe.mlp_chunks > 1 and block.kind in ("mlp", "experts"))
         forward += one
-        backward += _Parts(times.backward, 2 * products, KEPT_BACKWARD / KEPT_FORWARD * between)
+        backward += _Parts(times.backward, 2 * products - frozen / rate, KEPT_BACKWARD / KEPT_FORWARD * between)
         backward += one.times(again)
     return forward, backward
 
 
-def _exposed(step: TrainingStep, params: int, hidden_behind: tuple[float, float], machine: Machine) -> float:
-    """Return how much of two gathers of parameters and of reducing their gradient is not hidden behind the layer."""
-    gather = gathered_seconds(params * step.recipe.itemsize, step.ranks, machine)
-    reduce = gathered_seconds(params * step.recipe.state_size, step.ranks, machine)
+def _exposed(
+    step: TrainingStep, params: tuple[int, int], hidden_behind: tuple[float, float], machine: Machine
+) -> float:
+    """Return how much of two gathers of parameters, and of reducing the gradient of those that train, is not hidden
+    behind the layer; `params` are all parameters, and those that train."""
+    gather = gathered_seconds(params[0] * step.recipe.itemsize, step.ranks, machine)
+    reduce = gathered_seconds(params[1] * step.recipe.state_size, step.ranks, machine)
     forward, backward = hidden_behind
     if not forward:  # embedding and head: they stay gathered
         return gather + reduce
@@ -223,7 +241,7 @@ def attention_seconds(plans: Mapping[Heads, Plan]) -> dict[Heads, AttentionSecon
     """Return the times of each size of attention, from its plan."""
     times: dict[Heads, AttentionSeconds] = {}
     for heads, one in plans.items():
-        chosen = next(reason for reason in one.reasons if reason.chosen)
+        chosen = one.chosen
         flop = 2.0 * (heads.head_dim + heads.v_head_dim) * float(one.scheme.work.mean())
         times[heads] = AttentionSeconds(chosen.forward_seconds, chosen.backward_seconds, flop)
     return times
@@ -235,14 +253,15 @@ def training_step(
     """Return the training step of the rank with most tokens. FSDP is over the ranks of all sequences."""
     attentions: dict[Heads, AttentionBytes] = {}
     for heads, one in plans.items():
-        chosen = next(reason for reason in one.reasons if reason.chosen)
+        chosen = one.chosen
         attentions[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
     slots = layout.local_len or int(layout.num_tokens.max())
     return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, attentions, recipe)
 
 
 def recipes(given: Recipe) -> list[Recipe]:
-    """Return recipes from the one that needs most memory to the one that needs least, and `given`.
+    """Return recipes from the one that needs most memory to the one that needs least, and `given`. Dtypes, adapters and
+    the place of the optimizer are those of `given`.
 
     >>> for recipe in recipes(Recipe()):
     ...     print(recipe.words)
@@ -309,8 +328,11 @@ class StepCost:
         return self.gpus * price * self.seconds / HOUR / self.tokens * 1e9
 
 
-def model_flop(sizes: ModelSizes, tokens: int, seconds: Mapping[Heads, AttentionSeconds], ranks: int) -> float:
+def model_flop(
+    sizes: ModelSizes, tokens: int, seconds: Mapping[Heads, AttentionSeconds], ranks: int, lora: int = 0
+) -> float:
     """Return the operations of a step as published figures of utilisation count them: 6 for each token and parameter
-    that it meets, and three times the forward pass of attention over the pairs of the mask."""
+    that it meets (4 if it is frozen), and three times the forward pass of attention over the pairs of the mask."""
     attention = sum(number * seconds[heads].flop for heads, number in sizes.attentions.items())
-    return 6.0 * sizes.active_params * tokens + 3.0 * attention * ranks
+    weights = 4.0 * sizes.active_params + 6.0 * sizes.adapters(lora) if lora else 6.0 * sizes.active_params
+    return weights * tokens + 3.0 * attention * ranks

@@ -1,0 +1,274 @@
+"""A recommended configuration for a number of GPUs: the best that fit, why nothing does, and the lines to paste.
+
+longspan plan --model qwen3-8b --seq 256k --gpus 8 --gpu h100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from longspan.cli import plan_model
+from longspan.cli.command import FAILED, FINE
+from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of
+from longspan.cli.workload import Workload
+from longspan.errors import PlanError
+from longspan.formatting import bytes_text, format_count, seconds_text
+from longspan.planning.kernel_memory import about_kernel
+from longspan.planning.machine import GPU_MEMORY, Machine, machines_of_gpu
+from longspan.sizing import RESERVE, Recipe
+from longspan.sizing.recommend import Configuration, Recommendation, Request, divisors, recommend
+
+
+def run(args: argparse.Namespace) -> int:
+    with progress(args, "searching"):
+        name, sizes, notes = plan_model.read_model(args)
+        workload = Workload.of(args)
+        machines, memory = _machines(args, workload)
+        recipe = Recipe(logits=args.logits, dtype=workload.tensors["dtype"], state=args.state, lora=args.lora)
+        request = Request(
+            sizes, workload.seq_len, args.gpus, machines, memory, recipe,
+            None if workload.docs == "causal" else workload.mask, workload.tensors["batch"],
+            None if args.scheme == "auto" else args.scheme, args.keep, args.fetch_bytes,
+        )  # fmt: skip
+        found = recommend(request)
+    if args.json:
+        print_json("plan", figures(found, name, workload, args.price))
+    else:
+        show(found, name, workload, (*notes,), args.price, screen_of(args))
+    return FINE if found.best else FAILED
+
+
+def _machines(args: argparse.Namespace, workload: Workload) -> tuple[tuple[Machine, ...], int]:
+    """Return the machines of --gpu and --kernel, or that of --machine, and the memory of a GPU."""
+    if args.machine is None:
+        gpu = "h100" if args.gpu is None else args.gpu.lower()
+        machines = machines_of_gpu(gpu, args.kernel)
+        return machines, args.memory or GPU_MEMORY[gpu]
+    for option in ("gpu", "kernel"):
+        if getattr(args, option) is not None:
+            raise PlanError(f"--{option} must not be set with --machine, which has both. Leave one of them out.")
+    memory = args.memory or GPU_MEMORY.get(workload.machine.name.partition("-")[0])
+    if memory is None:
+        raise PlanError(f"--memory is needed: the memory of {workload.machine.name!r:.60} is not known. Add it in GB.")
+    return (workload.machine,), memory
+
+
+# -- The screen --------------------------------------------------------------------------------------------------------
+
+
+def show(
+    found: Recommendation, name: str, workload: Workload, notes: tuple[str, ...], price: float | None, screen: Screen
+) -> None:
+    request = found.request
+    screen.title(f"{name} in training, {workload.seq_len:,} tokens on {format_count(request.gpus, 'GPU')}")
+    screen.facts(list(_facts(found, workload, price)))
+    screen.text()
+    shown = found.best or ((found.least,) if found.least else ())
+    heads, words = ("memory", "host", "step", "tokens/s"), ("kernel", "scheme", "ckpt", "offload", "MLP")
+    columns = (Column("dp x cp", False), *map(Column, heads), *(Column(word, False) for word in words))
+    screen.table(columns, [_row(one, bool(found.best) and one is shown[0]) for one in shown])
+    screen.text()
+    if found.best:
+        screen.text("To run the first:")
+        screen.text()
+        screen.code(config_lines(found.best[0], name, request))
+        screen.text()
+    unknown = "" if all(one.memory_known for one in shown) else " What cuDNN allocates is not known, and not counted."
+    bound = " What Adam takes on the host is not known: those times are lower bounds." if _is_bound(shown) else ""
+    screen.notes((
+        "Computed, not measured: nothing here has run on a GPU. Times are simulated; memory and host are of one GPU,"
+        " and whether the host has as much is not checked. FSDP2 shards over all GPUs. Not searched: tensor, pipeline"
+        f" and expert parallel, and FP8, which are not modelled.{bound}{unknown}",
+        *notes,
+    ))  # fmt: skip
+
+
+def _is_bound(shown: tuple[Configuration, ...]) -> bool:
+    return any(one.time.at_least for one in shown)
+
+
+def _facts(found: Recommendation, workload: Workload, price: float | None) -> Iterator[tuple[str, str]]:
+    request, sizes = found.request, found.request.sizes
+    yield "model", f"{sizes.model_type}, {sizes.params / 1e9:,.2f}e9 parameters, {len(sizes.layers)} layers"
+    yield "tokens", workload.about_docs()
+    kernels = ", ".join(machine.kernel for machine in request.machines)
+    gpu = request.machines[0].name.partition("-")[0]
+    reserve = f"{bytes_text(RESERVE)} of it set aside for CUDA and NCCL"
+    yield "GPU", f"{gpu}, {request.memory} GB, {reserve}; kernels {kernels}"
+    if found.best:
+        first = found.best[0]
+        yield "best", f"{_mesh_text(first)}, {first.recipe.words}: {_time_text(first)}"
+        if price is not None:
+            cost = first.cost.per_billion(price)
+            yield "cost", f"{cost:,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
+        if (own := found.without_install) is not None:
+            needs = about_kernel(first.machine.kernel)
+            yield "kernel", f"{needs}; without it, {own.machine.kernel}: {_time_text(own)} ({_mesh_text(own)})"
+        return
+    if found.least is None:
+        yield "fits", f"no: {request.scheme} takes none of the meshes; leave --scheme out"
+        return
+    peak = found.least.memory.peak
+    most = max(peak.lines, key=lambda line: line.size)
+    yield (
+        "fits",
+        f"no: the least that was found is {bytes_text(peak.size)} ({peak.name}, {bytes_text(most.size)} of it"
+        f" {most.name}), {bytes_text(peak.size - request.room)} too much",
+    )
+    options = [way.option for way in found.ways]
+    yield "needs", " or ".join(options) if options else "nothing that was tried makes it fit"
+
+
+def _mesh_text(one: Configuration) -> str:
+    return f"dp {one.data_parallel} x cp {one.ranks}"
+
+
+def _time_text(one: Configuration) -> str:
+    bound = "at least " if one.time.at_least else ""
+    return f"{bound}{seconds_text(one.time.seconds)} a step of {one.cost.tokens:,} tokens, MFU {one.cost.mfu:.1%}"
+
+
+def _row(one: Configuration, chosen: bool) -> Row:
+    host = bytes_text(one.memory.host) if one.memory.host else ""
+    bound = "> " if one.time.at_least else ""
+    recipe = one.recipe
+    places = (recipe.offload, "inputs"), (recipe.offload_optimizer, "state")
+    cells = (
+        f"{one.data_parallel} x {one.ranks}", bytes_text(one.memory.peak.size), host,
+        f"{bound}{seconds_text(one.time.seconds)}", f"{one.cost.tokens_per_second:,.0f}", one.machine.kernel,
+        one.scheme if one.schemes else "none", "yes" if recipe.checkpointing else "no",
+        "+".join(word for on, word in places if on) or "no",
+        f"{recipe.mlp_chunks} chunks" if recipe.mlp_chunks > 1 else "whole",
+    )  # fmt: skip
+    return Row(cells, chosen)
+
+
+# -- Lines to paste ----------------------------------------------------------------------------------------------------
+
+
+def config_lines(one: Configuration, name: str, request: Request) -> list[str]:
+    """Return the launch command, and the lines of a program with a Trainer and of one with its own loop.
+
+    A Trainer's model is sharded when it is loaded: adapters and MLPs in chunks, which come before that, are in the
+    lines of a loop only.
+    """
+    recipe = one.recipe
+    lines = [f"# {launch_command(request.gpus, one.machine.node)}"]
+    if not recipe.lora and recipe.mlp_chunks == 1:
+        lines += ["", "# with transformers' Trainer, or one of TRL", *_trainer_lines(one, name, request)]
+    return [*lines, "", "# in your own loop", *_loop_lines(one, request)]
+
+
+def launch_command(gpus: int, node: int) -> str:
+    """Return the command that starts all ranks, as many on each node.
+
+    >>> launch_command(8, 8)
+    'torchrun --nproc-per-node 8 train.py'
+    >>> launch_command(12, 8)
+    'torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py'
+    """
+    local = max(number for number in divisors(gpus) if number <= node)
+    nodes = f"--nnodes {gpus // local} " if gpus > local else ""
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes else ""
+    return f"torchrun {nodes}--nproc-per-node {local} {meeting}train.py"
+
+
+def _trainer_lines(one: Configuration, name: str, request: Request) -> Iterator[str]:
+    recipe, quoted = one.recipe, json.dumps(name) if "/" in name else "path"
+    offload = ", fsdp_cpu_offload=True" if recipe.offload_optimizer else ""
+    yield "class LongTrainer(ContextParallelTrainer, Trainer): ..."
+    yield "model = AutoModelForCausalLM.from_pretrained("
+    yield f'    {quoted}, attn_implementation="longspan", dtype="{recipe.state}",'
+    yield f"    distributed_config=DistributedConfig(fsdp_size={request.gpus}, fsdp_mixed_precision=True{offload}),"
+    yield ")"
+    yield from _checkpointing_lines(recipe)
+    yield f"args = TrainingArguments(output_dir=out, per_device_train_batch_size={request.batch})"
+    scheme = f', scheme="{one.scheme}"' if one.ranks > 1 else ""
+    yield f"trainer = LongTrainer(model=model, args=args, train_dataset=data, cp_size={one.ranks}{scheme})"
+
+
+def _checkpointing_lines(recipe: Recipe) -> list[str]:
+    offload = "offload=True" if recipe.offload else ""
+    return [f"model.gradient_checkpointing_enable({offload})"] if recipe.checkpointing else []
+
+
+def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
+    recipe = one.recipe
+    if recipe.lora:
+        yield f'model = get_peft_model(model, LoraConfig(r={recipe.lora}, target_modules="all-linear"))'
+    yield from _checkpointing_lines(recipe)
+    layers = "model.base_model.model.model.layers" if recipe.lora else "model.model.layers"
+    if recipe.mlp_chunks > 1:
+        yield f"for layer in {layers}:  # `in_chunks` is in docs/memory.md"
+        yield f"    layer.mlp.forward = in_chunks(layer.mlp.forward, {recipe.mlp_chunks})"
+    yield f"mesh = make_mesh(dp={one.data_parallel}, cp={one.ranks})"
+    yield f"policy = MixedPrecisionPolicy(param_dtype=torch.{recipe.dtype}, reduce_dtype=torch.{recipe.state})"
+    yield f"for part in (*{layers}, model):"
+    offload = ", offload_policy=CPUOffloadPolicy()" if recipe.offload_optimizer else ""
+    yield f"    fully_shard(part, mesh=mesh.dp_cp, mp_policy=policy{offload})"
+    yield f"layout = ls.layouts.balanced(mask, world_size={one.ranks})"
+    for number, (heads, scheme) in enumerate(zip(request.sizes.attentions, one.schemes, strict=True)):
+        sizes = f"q_heads={heads.q_heads}, kv_heads={heads.kv_heads}, head_dim={heads.head_dim}"
+        if heads.v_head_dim != heads.head_dim:
+            sizes += f", v_head_dim={heads.v_head_dim}"
+        mask = "mask" if heads.window is None else f"mask & ls.masks.sliding_window({heads.window})"
+        name = "plan" if len(one.schemes) == 1 else f"plan_{number}"
+        batch = f", batch={request.batch}" if request.batch > 1 else ""
+        yield f'{name} = ls.plan({mask}, layout, scheme="{scheme}", dtype="{recipe.dtype}",'
+        yield f"{' ' * len(name)}           {sizes}{batch})"
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def figures(found: Recommendation, name: str, workload: Workload, price: float | None) -> dict[str, Any]:
+    """Return the figures for JSON."""
+    request = found.request
+    own, least = found.without_install, found.least
+    return {
+        "model": {
+            "name": name,
+            "model_type": request.sizes.model_type,
+            "parameters": request.sizes.params,
+            "layers": len(request.sizes.layers),
+        },
+        "seq_len": request.seq_len,
+        "docs": workload.docs,
+        "gpus": request.gpus,
+        "machines": [machine.name for machine in request.machines],
+        "memory": request.memory,
+        "best": [_figures_of(one, price) for one in found.best],
+        "without_install": None if own is None else _figures_of(own, price),
+        "least": None if least is None else _figures_of(least, price),
+        "ways": [{"option": way.option, **_figures_of(way.configuration, price)} for way in found.ways],
+        "lines": config_lines(found.best[0], name, request) if found.best else [],
+    }
+
+
+def _figures_of(one: Configuration, price: float | None) -> dict[str, Any]:
+    return {
+        "data_parallel": one.data_parallel,
+        "context_parallel": one.ranks,
+        "machine": one.machine.name,
+        "kernel": one.machine.kernel,
+        "schemes": list(one.schemes),
+        "checkpointing": one.recipe.checkpointing,
+        "offload": one.recipe.offload,
+        "offload_optimizer": one.recipe.offload_optimizer,
+        "mlp_chunks": one.recipe.mlp_chunks,
+        "lora": one.recipe.lora,
+        "with": one.recipe.words,
+        "peak_bytes": one.memory.peak.size,
+        "peak_moment": one.memory.peak.name,
+        "memory_known": one.memory_known,
+        "host_bytes": one.memory.host,
+        "seconds": one.time.seconds,
+        "at_least": one.time.at_least,
+        "tokens": one.cost.tokens,
+        "tokens_per_second": one.cost.tokens_per_second,
+        "mfu": one.cost.mfu,
+        "price_per_billion_tokens": None if price is None else one.cost.per_billion(price),
+    }
