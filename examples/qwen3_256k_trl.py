@@ -45,9 +45,7 @@ def parse_arguments():
     parser.add_argument("--lora", action="store_true", help="train adapters; the sharded weights are frozen")
     parser.add_argument("--qlora", action="store_true", help="train adapters; every GPU has all weights in 4 bits")
     parser.add_argument("--output", default="qwen3-256k")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model and synthetic texts, compared with one process"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs, compared with one process")
     options = parser.parse_args()
     if not (options.dataset or options.smoke):
         parser.error("--dataset is missing: a Hub name or a .jsonl file")
@@ -70,7 +68,7 @@ def four_bits(dtype):
 
 
 def train(options):
-    on_gpus = torch.cuda.is_available()
+    on_gpus = torch.cuda.is_available() and not options.smoke
     args = SFTConfig(
         options.output, packing=True, max_length=options.length, per_device_train_batch_size=1,
         max_steps=options.steps, learning_rate=options.learning_rate, lr_scheduler_type="constant", logging_steps=1,

@@ -33,11 +33,12 @@ EXAMPLES = {
     "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
     "migration": f"one process {SMALL}",
+    "qwen3_256k": f"one process by {SMALL}",
     "qwen3_256k_trl": f"one process by {SMALL}",
     "windows": f"one process {SMALL}",
 }
 # Of examples that need any, so that they run here.
-ARGUMENTS = {"qwen3_256k_trl": ("--smoke",)}
+ARGUMENTS = dict.fromkeys(("qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
 # torchtitan's needs a registered config of a GPU run; `acceptance` takes minutes, and gloo/test_acceptance.py runs it;
 # the others in the pages are files, which are blocks above.
 LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance")
