@@ -76,6 +76,13 @@ def shard(model, mesh):
     return model.train()
 
 
+def save(model, folder):
+    """Gather all parameters on rank 0, which writes them as transformers does (of LoRA, the adapters)."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
 def packed_rows(options, device):
     """Yield batches of one row that is full of documents, each with positions from 0; what does not fit into a row is
     another document in the next one. All ranks read the same rows."""
@@ -114,9 +121,7 @@ def train(options):
         losses.append(loss.item())
         if dist.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:
-        model.save_pretrained(options.output, state_dict=state)
+    save(model, options.output)
     return model, losses
 
 

@@ -38,6 +38,26 @@ def write_texts(folder, number=40):
     return str(path)
 
 
+def write_rollouts(folder, number=4):
+    """Write groups of four completions of different lengths with random rewards, and return the path."""
+    path, draw = Path(folder) / "rollouts.jsonl", torch.Generator().manual_seed(1)
+
+    def words(least, most):
+        length = int(torch.randint(least, most, (1,), generator=draw))
+        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (length,), generator=draw).tolist())
+
+    groups = [
+        {
+            "prompt": words(2, 20),
+            "completions": [words(3, 60) for _ in range(4)],
+            "rewards": torch.randn(4, generator=draw).tolist(),
+        }
+        for _ in range(number)
+    ]
+    path.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    return str(path)
+
+
 def losses_alone(model, batches, learning_rate):
     """Train a model on whole batches, in this process and without Longspan; return the losses of all steps."""
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]

@@ -29,6 +29,7 @@ LINES = {
 }
 EXAMPLES = {
     "fsdp2": r"step 19 loss \d",
+    "grpo_fsdp2": f"one process by {SMALL}",
     "hf_trainer": f"one process {SMALL}",
     "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
@@ -38,7 +39,7 @@ EXAMPLES = {
     "windows": f"one process {SMALL}",
 }
 # Of examples that need any, so that they run here.
-ARGUMENTS = dict.fromkeys(("qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
+ARGUMENTS = dict.fromkeys(("grpo_fsdp2", "qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
 # torchtitan's needs a registered config of a GPU run; `acceptance` takes minutes, and gloo/test_acceptance.py runs it;
 # the others in the pages are files, which are blocks above.
 LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance")
