@@ -103,7 +103,7 @@ def train(options):
     if not options.lora:
         reference = shard(load(options, "longspan"), mesh.dp_cp)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
+    optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
     for rollouts in batches(options, device):
         with torch.no_grad():
             old, _ = log_probabilities(policy, rollouts, mesh.cp)
@@ -118,21 +118,21 @@ def train(options):
             means = per_sequence(terms, layout, mesh.cp, mask=labels != -100, reduce="mean", **packed, **averaging)
             loss = means.mean()  # over completions, the same on every rank
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            curve.append((loss.item(), norm.item()))
             if dist.get_rank() == 0:
-                print(f"step {len(losses) - 1}: loss {losses[-1]:.4f}", flush=True)
+                print(f"step {len(curve) - 1}: loss {curve[-1][0]:.4f}, gradient norm {curve[-1][1]:.4f}", flush=True)
     save(policy, options.output)
-    return policy, losses
+    return policy, curve
 
 
 def train_alone(options):
-    """Return the losses of one process, which runs each completion by itself, with transformers' own attention."""
+    """Return the same of one process, which runs each completion by itself, with transformers' own attention."""
     policy, reference = load(options, "eager"), load(options, "eager")
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
+    optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
 
     def score(model, rollouts):
         """Return log-probabilities of each completion's tokens."""
@@ -150,11 +150,11 @@ def train_alone(options):
             each = zip(score(policy, rollouts), old, there, rollouts.advantages, strict=True)
             loss = torch.stack([loss_of_tokens(*values).mean() for values in each]).mean()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
+            curve.append((loss.item(), norm.item()))
+    return curve
 
 
 def smoke(options):
@@ -165,9 +165,9 @@ def smoke(options):
         options.model, options.rollouts = smoke.write_model(folder), smoke.write_rollouts(folder)
         options.length, options.trained_length = smoke.LENGTH, smoke.TRAINED_LENGTH
         options.groups, options.learning_rate, options.output = 2, 3e-3, f"{folder}/trained"
-        policy, losses = train(options)
+        policy, curve = train(options)
         if dist.get_rank() == 0:
-            smoke.compare(losses, train_alone(options), policy)
+            smoke.compare(curve, train_alone(options), policy)
 
 
 if __name__ == "__main__":

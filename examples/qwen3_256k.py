@@ -110,19 +110,19 @@ def train(options):
     mesh = make_mesh(cp=dist.get_world_size(), device_type=device.type)
     model = shard(load(options, "longspan"), mesh.dp_cp)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
+    optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
     for step, batch in zip(range(options.steps), packed_rows(options, device), strict=False):
         part = huggingface.shard_inputs(model, batch, mesh.cp)  # with labels that were shifted while whole
         loss = huggingface.full_loss(model(**part).loss, part, gradients="average")  # FSDP2 averages
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        curve.append((loss.item(), norm.item()))
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
+            print(f"step {step}: loss {curve[-1][0]:.4f}, gradient norm {curve[-1][1]:.4f}", flush=True)
     save(model, options.output)
-    return model, losses
+    return model, curve
 
 
 def smoke(options):
@@ -133,11 +133,11 @@ def smoke(options):
         options.model, options.dataset = smoke.write_model(folder), smoke.write_texts(folder)
         options.length, options.trained_length, options.output = smoke.LENGTH, smoke.TRAINED_LENGTH, f"{folder}/trained"
         options.steps, options.learning_rate = 4, 1e-3
-        model, losses = train(options)
+        model, curve = train(options)
         if dist.get_rank() == 0:
             batches = itertools.islice(packed_rows(options, "cpu"), options.steps)
-            alone = smoke.losses_alone(load(options, "eager"), batches, options.learning_rate)
-            smoke.compare(losses, alone, model)
+            alone = smoke.train_alone(load(options, "eager"), batches, options.learning_rate)
+            smoke.compare(curve, alone, model)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def smoke(options):
         options.length, options.trained_length, options.output = smoke.LENGTH, smoke.TRAINED_LENGTH, f"{folder}/trained"
         options.steps, options.learning_rate = 4, 1e-3
         trainer = train(options)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        curve = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
         batches = list(itertools.islice(trainer.get_train_dataloader(), options.steps))
         if trainer.is_world_process_zero():
             placed = {"quantization_config": four_bits(torch.float32)} if options.qlora else {}
@@ -115,7 +115,7 @@ def smoke(options):
             if options.lora or options.qlora:
                 set_seed(trainer.args.seed)  # as TRL does, which also rounds adapters of 4-bit weights to bfloat16
                 alone = get_peft_model(alone, LORA)
-            smoke.compare(losses, smoke.losses_alone(alone, batches, options.learning_rate), trainer.model)
+            smoke.compare(curve, smoke.train_alone(alone, batches, options.learning_rate), trainer.model)
     if dist.is_initialized():
         dist.destroy_process_group()
 

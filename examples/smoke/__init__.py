@@ -58,25 +58,29 @@ def write_rollouts(folder, number=4):
     return str(path)
 
 
-def losses_alone(model, batches, learning_rate):
-    """Train a model on whole batches, in this process and without Longspan; return the losses of all steps."""
+def train_alone(model, batches, learning_rate):
+    """Train a model on whole batches, in this process and without Longspan.
+
+    Returns the loss and the norm of the gradient of every step.
+    """
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0), []
+    optimizer, curve = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0), []
     for batch in batches:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        curve.append((loss.item(), norm.item()))
+    return curve
 
 
-def compare(losses, expected, model):
-    """Print losses, and how far they are off those of one process; and how many parameters FSDP2 has sharded."""
+def compare(curve, expected, model):
+    """Print (loss, norm of the gradient) of each step, and how far they are off those of one process; and how many
+    parameters FSDP2 has sharded."""
     parameters = list(model.parameters())
     print(f"{sum(isinstance(each, DTensor) for each in parameters)} of {len(parameters)} parameters are sharded")
-    for step, loss in enumerate(losses):
-        print(f"step {step} loss {loss:.7f}")
-    errors = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
-    print(f"losses differ from one process by {max(errors):.1e}")
+    for step, (loss, norm) in enumerate(curve):
+        print(f"step {step} loss {loss:.7f} gradient norm {norm:.7f}")
+    errors = (torch.tensor(curve) - torch.tensor(expected)).abs().amax(0)
+    print(f"losses differ from one process by {errors[0]:.1e}, gradient norms by {errors[1]:.1e}")

@@ -27,15 +27,16 @@ LINES = {
     "docs/upstream/pytorch_score_mod.md": r"shifted by hand: error by rank( 0\.0e\+00)+\n",
     "docs/verify.md": r"RIGHT",
 }
+PROGRAM = f"losses differ from one process by {SMALL}, gradient norms by {SMALL}"
 EXAMPLES = {
     "fsdp2": r"step 19 loss \d",
-    "grpo_fsdp2": f"one process by {SMALL}",
+    "grpo_fsdp2": PROGRAM,
     "hf_trainer": f"one process {SMALL}",
     "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
     "migration": f"one process {SMALL}",
-    "qwen3_256k": f"one process by {SMALL}",
-    "qwen3_256k_trl": f"one process by {SMALL}",
+    "qwen3_256k": PROGRAM,
+    "qwen3_256k_trl": PROGRAM,
     "windows": f"one process {SMALL}",
 }
 # Of examples that need any, so that they run here.
