@@ -4,7 +4,7 @@ into one sequence, which is sharded over all GPUs, as are the parameters of poli
 Install:            pip install "longspan[hf]" datasets peft
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/grpo_fsdp2.py --rollouts rollouts.jsonl
 LoRA:               add --lora; the reference is the policy without its adapters
-On two CPU ranks:   torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --smoke
+Smoke run:          torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --smoke
 In one process:     torchrun --nproc-per-node 1 examples/grpo_fsdp2.py --smoke
 
 A line of rollouts.jsonl is a group: {"prompt": "...", "completions": ["...", ...], "rewards": [1.0, ...]}. This program
@@ -41,7 +41,7 @@ def parse_arguments():
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--lora", action="store_true", help="train adapters; the sharded weights are frozen")
     parser.add_argument("--output", default="qwen3-grpo")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs, compared with one process")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in float32, compared with one process")
     options = parser.parse_args()
     if not (options.rollouts or options.smoke):
         parser.error("--rollouts is missing: a .jsonl file")
@@ -92,16 +92,16 @@ def log_probabilities(model, rollouts, group):
 
 
 def train(options):
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not options.smoke:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device, dtype = torch.device("cpu"), torch.float32
+    if torch.cuda.is_available():
+        device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), dtype if options.smoke else torch.bfloat16
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     mesh = make_mesh(cp=dist.get_world_size(), device_type=device.type)
-    policy = shard(load(options, "longspan"), mesh.dp_cp)
+    policy = shard(load(options, "longspan"), mesh.dp_cp, dtype)
     reference, as_reference = policy, policy.disable_adapter if options.lora else contextlib.nullcontext
     if not options.lora:
-        reference = shard(load(options, "longspan"), mesh.dp_cp)
+        reference = shard(load(options, "longspan"), mesh.dp_cp, dtype)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
     for rollouts in batches(options, device):

@@ -4,7 +4,7 @@ sharded over all GPUs. The model is that of transformers; the loop is this file'
 Install:            pip install "longspan[hf]" datasets peft
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/qwen3_256k.py --dataset data.jsonl
 LoRA:               add --lora
-On two CPU ranks:   torchrun --nproc-per-node 2 examples/qwen3_256k.py --smoke
+Smoke run:          torchrun --nproc-per-node 2 examples/qwen3_256k.py --smoke
 In one process:     torchrun --nproc-per-node 1 examples/qwen3_256k.py --smoke
 
 Only --smoke has run, on CPUs: nothing here has run on a GPU. Every rank reads all weights before it shards them: 33 GB
@@ -40,7 +40,7 @@ def parse_arguments():
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--lora", action="store_true", help="train adapters; the sharded weights are frozen")
     parser.add_argument("--output", default="qwen3-256k")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs, compared with one process")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in float32, compared with one process")
     options = parser.parse_args()
     if not (options.dataset or options.smoke):
         parser.error("--dataset is missing: a Hub name or a .jsonl file")
@@ -63,16 +63,16 @@ def load(options, attention):
     return get_peft_model(model, LORA) if options.lora else model
 
 
-def shard(model, mesh):
-    """Checkpoint and shard every layer, then the rest. Parameters stay float32, and are computed with in bfloat16."""
+def shard(model, mesh, dtype):
+    """Checkpoint and shard every layer, then the rest. Shards are float32, and gathered to compute in `dtype`."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(inner, "activation_checkpointing_enable"):
         inner.activation_checkpointing_enable()
     else:  # before transformers 5.23
         inner.gradient_checkpointing_enable()
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mesh.device_type == "cuda" else {}
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*inner.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # moves it to the mesh's device
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # moves it to the mesh's device
     return model.train()
 
 
@@ -102,13 +102,13 @@ def packed_rows(options, device):
 
 
 def train(options):
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not options.smoke:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device, dtype = torch.device("cpu"), torch.float32
+    if torch.cuda.is_available():
+        device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), dtype if options.smoke else torch.bfloat16
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     mesh = make_mesh(cp=dist.get_world_size(), device_type=device.type)
-    model = shard(load(options, "longspan"), mesh.dp_cp)
+    model = shard(load(options, "longspan"), mesh.dp_cp, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
     for step, batch in zip(range(options.steps), packed_rows(options, device), strict=False):

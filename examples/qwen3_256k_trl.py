@@ -5,8 +5,8 @@ Install:            pip install "longspan[trl]"
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/qwen3_256k_trl.py --dataset data.jsonl
 With accelerate:    accelerate launch --multi_gpu --num_processes 8 examples/qwen3_256k_trl.py --dataset data.jsonl
 LoRA, 4-bit LoRA:   add --lora, or --qlora (pip install bitsandbytes)
-On two CPU ranks:   torchrun --nproc-per-node 2 examples/qwen3_256k_trl.py --smoke
-In one process:     python examples/qwen3_256k_trl.py --smoke
+Smoke run:          torchrun --nproc-per-node 2 examples/qwen3_256k_trl.py --smoke
+In one process:     torchrun --nproc-per-node 1 examples/qwen3_256k_trl.py --smoke, or python
 
 Only --smoke has run, on CPUs: nothing here has run on a GPU. `longspan plan --model qwen3-8b --seq 256k --ranks 8`
 computes 34.5 GiB for each of 8 GPUs, with all parameters trained.
@@ -45,7 +45,7 @@ def parse_arguments():
     parser.add_argument("--lora", action="store_true", help="train adapters; the sharded weights are frozen")
     parser.add_argument("--qlora", action="store_true", help="train adapters; every GPU has all weights in 4 bits")
     parser.add_argument("--output", default="qwen3-256k")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs, compared with one process")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in float32, compared with one process")
     options = parser.parse_args()
     if not (options.dataset or options.smoke):
         parser.error("--dataset is missing: a Hub name or a .jsonl file")
@@ -68,7 +68,8 @@ def four_bits(dtype):
 
 
 def train(options):
-    on_gpus = torch.cuda.is_available() and not options.smoke
+    on_gpus = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpus and not options.smoke else torch.float32
     args = SFTConfig(
         options.output, packing=True, max_length=options.length, per_device_train_batch_size=1,
         max_steps=options.steps, learning_rate=options.learning_rate, lr_scheduler_type="constant", logging_steps=1,
@@ -76,10 +77,9 @@ def train(options):
         save_strategy="no", report_to=[], disable_tqdm=options.smoke, ddp_find_unused_parameters=False,
     )  # fmt: skip
     if options.qlora:  # 4-bit weights are not sharded: every rank has all of them, and DDP averages the adapters'
-        dtype = torch.bfloat16 if on_gpus else torch.float32
         placed = {"quantization_config": four_bits(dtype), "dtype": dtype, "device_map": {"": args.device}}
     else:  # FSDP2: shards in float32, which are gathered and computed with in bfloat16 (hence bf16=False above)
-        sharded = DistributedConfig(fsdp_size=args.world_size, fsdp_mixed_precision=on_gpus)
+        sharded = DistributedConfig(fsdp_size=args.world_size, fsdp_mixed_precision=dtype == torch.bfloat16)
         placed = {"distributed_config": sharded, "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(
         options.model, config=extended(options), attn_implementation="longspan", **placed
@@ -115,6 +115,7 @@ def smoke(options):
             if options.lora or options.qlora:
                 set_seed(trainer.args.seed)  # as TRL does, which also rounds adapters of 4-bit weights to bfloat16
                 alone = get_peft_model(alone, LORA)
+            alone.to(trainer.args.device)
             smoke.compare(curve, smoke.train_alone(alone, batches, options.learning_rate), trainer.model)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,8 +12,8 @@ from tests.jobs.table import complaints, example
 
 NAMES = sorted(pages.ARGUMENTS)
 TOLERANCE = 32 * 2**-21
-"""A log-probability of one of 64 words is about -4.2, and norms of gradients are up to 5: there float32 has a spacing of
-2^-21. Sums over two ranks round differently from those of one, in each of four steps."""
+"""Log-probabilities of one of 64 words are about -4, and norms of gradients are up to 5. float32 has a spacing of 2^-21
+there; sums over two ranks round differently from those of one, in each of four steps."""
 STEP = re.compile(r"^step \d loss (-?\d+\.\d{7}) gradient norm (\d+\.\d{7})$", re.M)
 
 
