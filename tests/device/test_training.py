@@ -50,6 +50,14 @@ def test_huggingface_trainer():
         assert losses == pytest.approx(alone, abs=2e-4)
 
 
+def test_huggingface_trainer_with_fsdp2_of_accelerate():
+    """accelerate shards on devices that it knows, and not on CPUs: see `fsdp` of the work for the three ways."""
+    (alone,) = ranks(1, "cuda").run(work.huggingface_trainer, 4, timeout=300)
+    for fsdp in ("arguments", "mesh", "launcher"):
+        for losses in ranks(2, "cuda").run(work.huggingface_trainer, 4, fsdp, timeout=300):
+            assert losses == pytest.approx(alone, abs=1e-5), fsdp  # 5e-7 is usual
+
+
 def test_warm_losses_wait_for_labels_alone():
     """Labels that are on the device when a loss is computed from hidden states are read once; from logits, never."""
     for found in ranks(2).run(work.warm_loss_waits):

@@ -1,7 +1,9 @@
 """Training steps on the device: losses, FSDP2 with checkpointing, Hugging Face, compiled code. Importable by ranks."""
 
 import copy
+import os
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -207,8 +209,13 @@ def huggingface_step(family, kind, schedule, checkpointed):
     return difference(found, expected), waits.by("/src/longspan/"), before.by("/src/longspan/")
 
 
-def huggingface_trainer(steps):
-    """Losses of the Trainer: over ranks on the device, or, in one process, plain transformers on the CPU."""
+def huggingface_trainer(steps, fsdp=""):
+    """Losses of the Trainer: over ranks on the device, or, in one process, plain transformers on the CPU.
+
+    `fsdp` is how accelerate is told to shard parameters: "" not at all (DDP), "arguments" and "mesh" by arguments of
+    the Trainer, without and with a ParallelismConfig, "launcher" by variables of `accelerate launch`.
+    """
+    from accelerate import ParallelismConfig
     from transformers import Trainer, TrainingArguments
 
     from longspan.huggingface.trainer import ContextParallelTrainer
@@ -219,15 +226,27 @@ def huggingface_trainer(steps):
         pass
 
     is_alone = dist.get_world_size() == 1
+    layers = "LlamaDecoderLayer"
+    options = {"gradient_checkpointing": fsdp in ("mesh", "launcher")}
+    if fsdp in ("arguments", "mesh"):
+        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": [layers]}
+        options |= {"fsdp": True, "fsdp_config": {**wrapped, "activation_checkpointing": fsdp == "arguments"}}
+    if fsdp == "mesh":
+        options["parallelism_config"] = ParallelismConfig(cp_size=dist.get_world_size())
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": layers}
+    variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     draw = torch.Generator().manual_seed(3)
     samples = [{"input_ids": x, "labels": x} for x in torch.randint(3, VOCAB, (2 * steps, 48), generator=draw)]
-    with tempfile.TemporaryDirectory() as folder, launched():
+    with tempfile.TemporaryDirectory() as folder, launched(), mock.patch.dict(os.environ):
+        if fsdp == "launcher":
+            os.environ.update(variables)
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=2, logging_steps=1, report_to=[], save_strategy="no",
-            learning_rate=1e-2, disable_tqdm=True, use_cpu=is_alone,
+            learning_rate=1e-2, disable_tqdm=True, use_cpu=is_alone, **options,
         )  # fmt: skip
         kind, attention = (Trainer, "eager") if is_alone else (OverRanks, "longspan")
         trainer = kind(model=model_of("llama", attention), args=arguments, train_dataset=samples)
         trainer.train()
         assert trainer.model.device.type == ("cpu" if is_alone else forms.form)
+        assert isinstance(trainer.model_wrapped, FSDPModule) == bool(fsdp)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

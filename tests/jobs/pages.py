@@ -27,14 +27,20 @@ LINES = {
     "docs/upstream/pytorch_score_mod.md": r"shifted by hand: error by rank( 0\.0e\+00)+\n",
     "docs/verify.md": r"RIGHT",
 }
+PROGRAM = f"losses differ from one process by {SMALL}, gradient norms by {SMALL}"
 EXAMPLES = {
     "fsdp2": r"step 19 loss \d",
+    "grpo_fsdp2": PROGRAM,
     "hf_trainer": f"one process {SMALL}",
     "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
     "migration": f"one process {SMALL}",
+    "qwen3_256k": PROGRAM,
+    "qwen3_256k_trl": PROGRAM,
     "windows": f"one process {SMALL}",
 }
+# Of examples that need any, so that they run here.
+ARGUMENTS = dict.fromkeys(("grpo_fsdp2", "qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
 # torchtitan's needs a registered config of a GPU run; `acceptance` takes minutes, and gloo/test_acceptance.py runs it;
 # the others in the pages are files, which are blocks above.
 LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance")

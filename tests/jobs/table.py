@@ -70,9 +70,13 @@ def _of_pages(turn: int) -> list[Job]:
         words = ("--nproc-per-node", str(ranks[turn % len(ranks)]), "example.py")
         jobs.append(Job("page", f"{page} block {place}", words, code, pages.LINES.get(page, "")))
     for name in pages.examples():
-        path = str(ROOT / "examples" / f"{name}.py")
-        jobs.append(Job("example", name, ("--nproc-per-node", "2", path), None, pages.EXAMPLES[name]))
+        jobs.append(example(name))
     return jobs
+
+
+def example(name: str) -> Job:
+    words = "--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py"), *pages.ARGUMENTS.get(name, ())
+    return Job("example", name, words, None, pages.EXAMPLES[name])
 
 
 def _of_commands() -> list[Job]:

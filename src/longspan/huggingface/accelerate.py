@@ -63,10 +63,9 @@ class Ranks(NamedTuple):
 def split_sequences(accelerator: Any, cp_size: int | None = None) -> Ranks | None:
     """Let every `cp_size` neighbouring ranks hold parts of one sequence; return None if nothing is split.
 
-    Call it before `accelerator.prepare`: data loaders prepared later give these ranks the same batches, because they
-    read `accelerator.state.device_mesh`. The default of `cp_size` is that of the accelerator's ParallelismConfig, or
-    else all ranks. Models stay wrapped as accelerate wraps them, over all ranks (DDP, FSDP2): parameters are the same
-    for all samples and all parts of a sequence.
+    Call it before `accelerator.prepare`: data loaders prepared later give these ranks the same batches. The default of
+    `cp_size` is that of the accelerator's ParallelismConfig, or else all ranks. Models stay wrapped as accelerate wraps
+    them, over all ranks (DDP, FSDP2): parameters are the same for all samples and all parts of a sequence.
     """
     world, config = accelerator.num_processes, getattr(accelerator, "parallelism_config", None)
     has_cp = config is not None and config.cp_enabled
@@ -104,7 +103,8 @@ def split_sequences(accelerator: Any, cp_size: int | None = None) -> Ranks | Non
     if not dist.is_initialized():
         raise BatchError(f"cp_size = {size} needs torch.distributed, which is not initialised. Use torchrun.")
     mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "cp"))
-    accelerator.state.device_mesh = mesh
+    # For data loaders alone: FSDP2 would take a mesh in `accelerator.state` as that of a ParallelismConfig.
+    accelerator._prepare_device_mesh = lambda: mesh
     return Ranks(mesh["cp"], mesh["dp_shard"] if world > size else None)
 
 

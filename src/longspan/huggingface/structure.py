@@ -259,7 +259,11 @@ def _is_common(kind: type) -> bool:
 
 def own_class(module: nn.Module) -> type:
     """Return the class of a module before torch.distributed derived another from it."""
-    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+    for kind in type(module).__mro__:
+        is_fsdp = kind.__bases__[0].__module__ == "torch.distributed.fsdp"  # its own __module__ is "abc" if abstract
+        if not (is_fsdp or kind.__module__.startswith("torch.distributed")):
+            return kind
+    raise AssertionError
 
 
 def classes_of(model: nn.Module) -> dict[str, type]:
