@@ -24,7 +24,7 @@ from benchmarks.beside_probes import PROBES
 from benchmarks.ranks import Ranks
 
 LIMIT, TIMEOUT = 1e-4, 300.0
-PACKAGES = {"deepspeed": "deepspeed", "fla": "fla-core"}
+PACKAGES = {"deepspeed": "deepspeed", "fla": "fla-core", "diffusers": "diffusers"}
 """Package names on PyPI that differ from the import names or whose versions are printed."""
 
 

@@ -70,16 +70,33 @@ def named(source: str, repositories: dict[str, str]) -> str:
     if source.startswith("https://"):
         name = "/".join(part for part in where.split("/")[2:5] if part)
         return f"[{name}]({where})"
-    names = {"wheel": rest.replace("/", " "), "page": rest.removesuffix(".md"), "run": f"run {rest}"}
+    runner = f"`python -m benchmarks.beside --only {rest}`"
+    names = {"wheel": rest.replace("/", " "), "page": rest.removesuffix(".md"), "run": runner}
     return f"[{names.get(kind, source)}]({where})"
 
 
+def how(sources: list[str]) -> str:
+    """Return whether what a cell states was run here, read, or both.
+
+    >>> how(["run:fla-cpu"]), how(["wheel:torch/2.15.0"]), how(["pytest tests/unit", "te#12"]), how(["page:rival.md"])
+    ('run', 'read', 'run and read', 'read')
+    """
+    is_run = [source.startswith("run:") or command(source) for source in sources]
+    is_read = [not ran and not source.startswith("page:") for ran, source in zip(is_run, sources, strict=True)]
+    return "run and read" if any(is_run) and any(is_read) else "run" if any(is_run) else "read"
+
+
 def linked(cell: list[str], repositories: dict[str, str]) -> str:
-    """Return a table cell: the mark, linked to its first source that is not a command, with the note as a title."""
+    """Return a table cell: the mark, bold if it was run, linked to its first source that is not a command.
+
+    The title is the note. It begins with the mark as a word, by which docs/_static/site.css colours the cell.
+    """
     mark, words, *sources = cell
     first = next((source for source in sources if not command(source)), sources[0])
-    title = words.replace("`", "").replace('"', "'")
-    return f"[{mark}]({address(first, repositories)}" + (f' "{title}")' if title else ")")
+    kind = how(sources)
+    title = f"{MARKS[mark]} ({kind})" + (f": {words}" if words else "")
+    shown = f"**{mark}**" if kind.startswith("run") else mark
+    return f'[{shown}]({address(first, repositories)} "{title.replace("`", "").replace(chr(34), chr(39))}")'
 
 
 def table(rows: list[str], columns: list[str], data: dict[str, Any], names: dict[str, str]) -> str:
@@ -105,8 +122,8 @@ def short_table() -> str:
 def anchor(heading: str) -> str:
     """Return the anchor of a heading as Sphinx and GitHub generate it.
 
-    >>> anchor("PyTorch 2.13, SDPA"), anchor("USP (yunchang 0.6.4)")
-    ('pytorch-213-sdpa', 'usp-yunchang-064')
+    >>> anchor("PyTorch, SDPA"), anchor("USP (yunchang 0.6.4)")
+    ('pytorch-sdpa', 'usp-yunchang-064')
     """
     return re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
 
@@ -118,7 +135,7 @@ def notes(system: dict[str, Any], data: dict[str, Any]) -> str:
         mark, words, *sources = system[column]
         if not words and len(sources) == 1:
             continue
-        note = f"**{title}: {MARKS[mark]}**" + (f"; {words}" if words else "")
+        note = f"**{title}: {MARKS[mark]}** ({how(sources)})" + (f"; {words}" if words else "")
         lines.append(f"- {with_sources(note, sources, data)}")
     return "\n".join(lines)
 
@@ -133,6 +150,16 @@ def theirs(data: dict[str, Any]) -> str:
     for row in data["theirs"]:
         cells = (with_sources(words, sources, data) for words, *sources in (row["who"], row["longspan"]))
         lines.append(f"| {row['what']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def releases(data: dict[str, Any]) -> str:
+    """Return the table of what changed between two releases of PyTorch."""
+    lines = ["| PyTorch's context parallelism | 2.13.0 | 2.15.0 (read) |", "|---|---|---|"]
+    for row in data["releases"]:
+        words, *sources = row["before"]
+        before = with_sources(f"{words} ({how(sources)})", sources, data)
+        lines.append(f"| {row['what']} | {before} | {row['after']} |")
     return "\n".join(lines)
 
 
@@ -159,6 +186,7 @@ def page() -> str:
     ]
     for one in data["tables"]:
         parts += [f"## {one['title']}", table(list(systems), one["columns"], data, data["columns"])]
+    parts += ["## PyTorch 2.15", data["text"]["releases"].strip(), releases(data)]
     parts += ["## Not implemented in Longspan", theirs(data)]
     parts += ["## Results of the runs", data["text"]["runs"].strip(), runs(data)]
     parts += ["## Details by system", *(notes(system, data) for system in systems.values())]

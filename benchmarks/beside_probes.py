@@ -125,6 +125,17 @@ def flex_backward() -> float:
     return _flex(_causal, backward=True)
 
 
+def flex_per_document() -> str:
+    """Return the work of the busiest rank over the mean, with PyTorch's own balancer for documents."""
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _PerDocumentHeadTailLoadBalancer
+
+    lengths, ranks = [1024, 128, 256, 640], 4
+    order = _PerDocumentHeadTailLoadBalancer([lengths], ranks, "cpu")._generate_indices()[0]
+    pairs = torch.cat([torch.arange(1, length + 1) for length in lengths])  # of every query, in its document
+    work = pairs[order].view(ranks, -1).sum(1).float()
+    return f"the busiest of {ranks} ranks has {float(work.max() / work.mean()):.2f}x the mean work"
+
+
 # -- torchtitan --------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +285,91 @@ def fla_length() -> float:
     return float("nan")
 
 
+# -- diffusers ---------------------------------------------------------------------------------------------------------
+
+
+def _by_diffusers(
+    family: str, *, masked: bool = False, tokens: int = 16, backward: bool = False, patched: bool = True, **config: Any
+) -> float:
+    """Run a tiny model of diffusers over ranks. `patched`: pretend that CPUs are accelerators, which it demands."""
+    import diffusers  # pyright: ignore[reportMissingImports]
+
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    torch.manual_seed(0)
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_layers": 1}
+    if family == "Flux":
+        model = diffusers.FluxTransformer2DModel(
+            patch_size=1, in_channels=4, num_single_layers=1, attention_head_dim=16, joint_attention_dim=32,
+            pooled_projection_dim=32, axes_dims_rope=[4, 4, 8], **heads,
+        )  # fmt: skip
+        places = torch.stack((torch.zeros(tokens), torch.arange(tokens) // 4, torch.arange(tokens) % 4), 1)
+        inputs = {
+            "hidden_states": random(1, tokens, 4), "encoder_hidden_states": random(1, 8, 32),
+            "pooled_projections": random(1, 32), "timestep": torch.ones(1), "img_ids": places,
+            "txt_ids": torch.zeros(8, 3),
+        }  # fmt: skip
+    elif family == "LTX":
+        model = diffusers.LTXVideoTransformer3DModel(
+            in_channels=8, out_channels=8, attention_head_dim=8, cross_attention_dim=32, caption_channels=32,
+            qk_norm="rms_norm_across_heads", **heads,
+        )  # fmt: skip
+        valid = torch.ones(1, 8, dtype=torch.long)
+        valid[:, 5:] = not masked
+        inputs = {
+            "hidden_states": random(1, 32, 8), "encoder_hidden_states": random(1, 8, 32),
+            "timestep": torch.tensor([500]), "encoder_attention_mask": valid, "num_frames": 2, "height": 4, "width": 4,
+        }  # fmt: skip
+    else:
+        model = diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4, out_channels=4, attention_head_dim=10, num_single_layers=1, num_refiner_layers=1,
+            patch_size=1, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(2, 4, 4), **heads,
+        )  # fmt: skip
+        inputs = {}
+    right = model(**inputs, return_dict=False)[0].detach() if inputs else torch.ones(1)
+    if patched:
+        torch._C._get_accelerator = lambda *_: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+        torch.accelerator.device_count = lambda: WORLD
+    model.enable_parallelism(config=diffusers.ContextParallelConfig(**config))
+    out = model(**inputs, return_dict=False)[0]
+    if backward:
+        out.sum().backward()
+    return float((out.detach() - right).abs().max() / right.abs().max())
+
+
+def diffusers_on_cpu() -> float:
+    return _by_diffusers("Flux", patched=False, ulysses_degree=WORLD)
+
+
+def diffusers_ulysses() -> float:
+    return _by_diffusers("Flux", ulysses_degree=WORLD, backward=True)
+
+
+def diffusers_ring() -> float:
+    return _by_diffusers("Flux", ring_degree=WORLD)
+
+
+def diffusers_length() -> float:
+    return _by_diffusers("Flux", tokens=15, ulysses_degree=WORLD)
+
+
+def diffusers_any_length() -> float:
+    return _by_diffusers("Flux", ulysses_degree=WORLD, ulysses_anything=True, backward=True)
+
+
+def diffusers_text_mask() -> float:
+    return _by_diffusers("LTX", masked=True, ulysses_degree=WORLD)
+
+
+def diffusers_without_plan() -> float:
+    return _by_diffusers("HunyuanVideo", ulysses_degree=WORLD)
+
+
 HF, DS = ("transformers",), ("transformers", "deepspeed")
+DIFFUSERS = ("diffusers",)
 PROBES: dict[str, Probe] = {
     "sdpa-causal": Probe("PyTorch, SDPA", "causal attention", sdpa_causal),
     "flex-documents": Probe("PyTorch, flex", "packed documents, forward", flex_documents),
@@ -284,6 +379,9 @@ PROBES: dict[str, Probe] = {
     "flex-softcap": Probe("PyTorch, flex", "a soft cap, values half as wide as keys, forward", flex_soft_cap),
     "flex-length": Probe("PyTorch, flex", "250 tokens", flex_length),
     "flex-backward": Probe("PyTorch, flex", "backward", flex_backward),
+    "flex-per-document": Probe(
+        "PyTorch, flex", "its per-document balancer, documents of 1024, 128, 256 and 640 tokens", flex_per_document, 1
+    ),
     "titan-score": Probe("torchtitan", "a score function", titan_score_function, needs=("torchtitan",)),
     "titan-varlen": Probe("torchtitan", "its variable-length attention", titan_variable_lengths, needs=("torchtitan",)),
     "accelerate-windows": Probe("accelerate", "Gemma 3: windows", accelerate_windows, 1, (*HF, "accelerate")),
@@ -301,4 +399,18 @@ PROBES: dict[str, Probe] = {
     "ulysses-sinks": Probe("DeepSpeed, Ulysses", "GPT-OSS: sinks, sdpa", ulysses_sinks, needs=DS),
     "fla-cpu": Probe("fla", "recurrences on CPUs", fla_on_cpu, 1, ("fla",)),
     "fla-length": Probe("fla", "101 tokens on 2 ranks", fla_length, needs=("fla",)),
+    "diffusers-cpu": Probe("diffusers", "Flux on CPUs", diffusers_on_cpu, needs=DIFFUSERS),
+    "diffusers-ulysses": Probe(
+        "diffusers, Ulysses", "Flux on CPUs as accelerators; backward runs", diffusers_ulysses, needs=DIFFUSERS
+    ),
+    "diffusers-ring": Probe("diffusers, ring", "Flux on CPUs as accelerators", diffusers_ring, needs=DIFFUSERS),
+    "diffusers-length": Probe("diffusers, Ulysses", "Flux, 15 tokens on 2 ranks", diffusers_length, needs=DIFFUSERS),
+    "diffusers-any-length": Probe(
+        "diffusers, Ulysses Anything",
+        "Flux, backward of its mode for any length",
+        diffusers_any_length,
+        needs=DIFFUSERS,
+    ),
+    "diffusers-mask": Probe("diffusers, Ulysses", "LTX with a mask of its text", diffusers_text_mask, needs=DIFFUSERS),
+    "diffusers-plan": Probe("diffusers, Ulysses", "HunyuanVideo", diffusers_without_plan, needs=DIFFUSERS),
 }

@@ -75,7 +75,7 @@ def proof_of(case: Case, form: str) -> dict[str, Any]:
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))
     except Exception as error:  # a check must not raise; if it does, report that as a defect
-        return {"ok": False, "reason": f"the proof itself failed: {one_line(error)}", "error": None, "seconds": 0.0}
+        return {"ok": False, "reason": f"the check itself failed: {one_line(error)}", "error": None, "seconds": 0.0}
     return {
         "ok": proof.ok, "reason": proof.reason, "error": proof.error if proof.ok else None,
         "seconds": round(proof.seconds, 2),
@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--out", default="docs/models.md", help="the page to write, or - for none")
     parser.add_argument("--json", help="a file for all results, a line each")
     parser.add_argument("--resume", action="store_true", help="go on from the file of --json")
-    parser.add_argument("--no-ranks", action="store_true", help="proofs alone, no Gloo processes")
+    parser.add_argument("--no-ranks", action="store_true", help="checks of tiny copies alone, no Gloo processes")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     forms = list(dict.fromkeys(["plain", *given.forms.split(",")]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import longspan as ls
+from longspan.cli import main
 from longspan.cli.workload import drawn_lengths
 from longspan.viz import (
     Scene,
@@ -99,3 +100,5 @@ if __name__ == "__main__":
         if not name.endswith("-64") and not name.startswith("tutorial"):
             write_png(scene, HERE / f"{name}.png", scale=1.5)
         print(f"{name}: {scene.width:g} x {scene.height:g}")
+    words = "compare --seq 1M --ranks 8,64 --docs longtail --machine h100 --plot"
+    main([*words.split(), str(HERE / "compare.svg")])

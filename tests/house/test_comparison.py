@@ -97,8 +97,35 @@ def test_the_short_table_is_short():
 
 def test_the_short_table_has_the_marks_of_the_page():
     page = (ROOT / "docs" / "comparison.md").read_text()
-    bare = re.sub(r"\[([^\]]+)\]\(\S+(?: \"[^\"]*\")?\)", r"\1", page)
+    bare = re.sub(r"\[(?:\*\*)?([^\]*]+)(?:\*\*)?\]\(\S+(?: \"[^\"]*\")?\)", r"\1", page)
     assert beside_page.short_table() in bare
+
+
+def test_bold_marks_were_run():
+    """Bold, and "run" in its title: a cell with a probe or a command. Others are neither."""
+    names = {source: beside_page.how([source]) for cell in SOURCED.values() for source in cell[2:]}
+    assert {kind for source, kind in names.items() if source.startswith(("run:", "python ", "pytest "))} == {"run"}
+    assert {kind for source, kind in names.items() if not source.startswith(("run:", "python ", "pytest "))} == {"read"}
+    for cell in CELLS.values():
+        shown = beside_page.linked(cell, FACTS["repositories"])
+        mark, title = re.fullmatch(r"\[(.+)\]\(\S+ \"(.+)\"\)", shown).groups()
+        was_run = any(beside_page.how([source]) == "run" for source in cell[2:])
+        assert (mark == f"**{cell[0]}**") == was_run == (" (run" in title)
+        assert title.startswith(beside_page.MARKS[cell[0]])
+
+
+def test_every_mark_has_a_colour():
+    """The style sheet knows cells by the first word of their titles."""
+    css = (ROOT / "docs" / "_static" / "site.css").read_text()
+    coloured = re.findall(r"td a\[title\^=\"([^\"]+)\"\]", css)
+    assert set(coloured) == {re.split(r"[ ,]", word)[0] for word in beside_page.MARKS.values()}
+
+
+def test_what_2_15_changed_has_sources():
+    assert not {
+        row["what"]: faults(["Y", *row["before"]]) for row in FACTS["releases"] if faults(["Y", *row["before"]])
+    }
+    assert all(row["after"] for row in FACTS["releases"])
 
 
 def test_every_probe_is_recorded_and_used():

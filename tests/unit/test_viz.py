@@ -18,7 +18,9 @@ from longspan.formatting import bytes_text, three
 from longspan.planning.problem import Problem
 from longspan.planning.steps import Sizes
 from longspan.viz import (
+    ScalingPoint,
     Scene,
+    bars_picture,
     layout_picture,
     mask_picture,
     memory_picture,
@@ -32,7 +34,7 @@ from longspan.viz import (
     write_png,
 )
 from longspan.viz.mask import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
-from longspan.viz.scene import ROLES, SERIES, ramp, rank_color
+from longspan.viz.scene import INK, ROLES, SERIES, ramp, rank_color
 from longspan.viz.timeline import runs
 
 pytest.importorskip("matplotlib")
@@ -198,6 +200,45 @@ def test_memory_peaks_are_the_plans(plan):
     assert f"peak {bytes_text(max(peaks))} on rank {peaks.index(max(peaks))}" in words
 
 
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_the_limit_of_a_device_is_a_line(ranks):
+    plan = made([3000, 4200, 1800, 7384], ranks, scheme="exchange")
+    peak = max(plan.peak_bytes(rank) for rank in range(ranks))
+
+    def dashed(scene):
+        return [line for axes in scene.figure.axes for line in axes.lines if line.get_linestyle() == "--"]
+
+    plain = memory_picture(plan)
+    assert not [line for line in dashed(plain) if line.get_color() == INK]
+    for limit in (peak // 2, peak, peak * 3):
+        scene = memory_picture(plan, limit_bytes=limit)
+        check_drawn(scene)
+        lines = [line for line in dashed(scene) if line.get_color() == INK]
+        assert len(lines) == 2 * (ranks if ranks <= 8 else 1)  # in both passes
+        assert f"{bytes_text(limit)} left for it (the dashed line)" in words_of(scene)
+        for line in lines:  # where a step of as many bytes would end
+            low, high = sorted(line.axes.get_ylim())
+            assert low <= line.get_ydata()[0] <= high
+        if ranks > 8:
+            assert {line.get_ydata()[0] for line in lines} == {limit}
+    far = memory_picture(plan, limit_bytes=peak * 100)
+    check_drawn(far)
+    assert "left for it (beyond this picture)" in words_of(far)
+    assert not [line for line in dashed(far) if line.get_color() == INK]
+    for wrong in (0, -1, 1.5, "80G"):
+        with pytest.raises(PlanError, match="limit_bytes"):
+            memory_picture(plan, limit_bytes=wrong)
+
+
+def test_a_limit_needs_a_picture_of_memory(tmp_path, capsys):
+    words = ["--seq", "4k", "--ranks", "4", "--limit-bytes", "20M"]
+    assert main(["show", "memory", *words, "--svg", str(tmp_path / "memory.svg")]) == 0
+    assert "20.0 MiB" in (tmp_path / "memory.svg").read_text()
+    for refused in (["show", "memory", *words], ["show", "mask", *words, "--svg", str(tmp_path / "mask.svg")]):
+        assert main(refused) == 2
+        assert "--limit-bytes needs a picture of memory" in capsys.readouterr().err
+
+
 def test_steps_end_when_the_simulator_says(plan):
     for run in runs(plan):
         ends = [times[-1] for times in run.left]
@@ -253,13 +294,34 @@ def test_the_legend_of_compared_schemes_is_inside_of_the_picture(asked, tmp_path
         return drawn[0]
 
     monkeypatch.setattr("longspan.viz.scaling.scaling_picture", draw)
-    words = ["compare", "--seq", "64k", "--ranks", "4,8", "--plot", str(tmp_path / "curves.svg"), *asked]
+    words = ["compare", "--seq", "64k", "--ranks", "2,4,8", "--plot", str(tmp_path / "curves.svg"), *asked]
     assert main(words) == 0
     check_drawn(drawn[0])
-    named = ("quickest of all", "PyTorch all_gather", "PyTorch ring", "exchange", "all_to_all", "hybrid", "ring")
+    named = ("PyTorch flex", "PyTorch all_gather", "PyTorch ring", "exchange", "all_to_all", "hybrid", "ring")
     legend = [text for text in texts(drawn[0]) if text.get_text() in (*named, "ideal")]
     assert {text.get_text() for text in legend} == {*named, "ideal"}
     assert len({text.get_position()[1] for text in legend}) == 2  # one row has no room for all
+
+
+def test_bars_have_the_lengths_of_their_values():
+    points = [
+        ScalingPoint("exchange, balanced", 4, 0.5, 100, 0),
+        ScalingPoint("PyTorch flex, zigzag", 4, 1.0, 400, 0),
+        ScalingPoint("ring, zigzag", 8, 0.25, 0, 1 << 20),
+    ]
+    scene = bars_picture(points)
+    check_drawn(scene)
+    bars = [box for box in scene.canvas.patches if box.get_gid()]
+    widths = [box.get_width() for box in bars]
+    assert len(bars) == len(scene.notes) == 9
+    assert scene.notes[1].startswith("PyTorch flex, zigzag, 4 ranks, time, both passes: ")
+    times_of_4, bytes_of_4 = widths[:2], widths[2:4]
+    assert times_of_4[0] == pytest.approx(times_of_4[1] / 2)
+    assert bytes_of_4[0] == pytest.approx(bytes_of_4[1] / 4)
+    colors = {note.split(",")[0]: box.get_facecolor() for note, box in zip(scene.notes, bars, strict=True)}
+    assert colors["exchange"] == colors["ring"] != colors["PyTorch flex"]
+    with pytest.raises(PlanError, match="points"):
+        bars_picture([])
 
 
 def test_scaling_of_hardly_anything():

@@ -1,8 +1,8 @@
 """Every scheme over every layout, side by side, at several numbers of ranks.
 
-PyTorch's context parallelism is among them: its all-gather is our all_gather, and its ring our ring, both over zigzag,
-which PyTorch calls head-tail. Column `fewer`: how many times fewer bytes than with
-PyTorch's all-gather a rank receives.
+PyTorch's context parallelism is among them, over its own load balancers: flex attention for every mask, and for one
+causal or full sequence also the ring and the all-gather of scaled_dot_product_attention. Column `fewer`: how many times
+the bytes of a row PyTorch's best row receives.
 
   longspan compare --seq 1M --ranks 8,64 --docs longtail --plot scaling.svg
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.cli.output import (
     Column,
@@ -32,13 +32,27 @@ from longspan.cli.workload import LAYOUTS, Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
 from longspan.formatting import bytes_alike, seconds_alike
-from longspan.planning.choose import Reason, candidates
-from longspan.planning.plan import Plan
+from longspan.planning.choose import TIE, Reason, candidates
+from longspan.planning.plan import Plan, PlanRequest, build_plan
 from longspan.planning.planners import PLANNERS
 from longspan.planning.problem import Problem
+from longspan.planning.steps import Role, Sizes
 
-TORCH = (("all_gather", "zigzag"), ("ring", "zigzag"))
+FLEX = "PyTorch flex"
+FLEX_LAYOUTS = ("zigzag", "contiguous", "per_document", "round_robin_by_work")
+"""PyTorch's balancers for flex attention: head-tail, none, per document (from 2.15 on), PTRR."""
 PLOTS = (".svg", ".png")
+CURVES = 3
+"""Numbers of ranks from which curves are drawn instead of bars."""
+
+
+class Case(NamedTuple):
+    """What to price; `note` names PyTorch's variant, and is empty for Longspan's schemes."""
+
+    ranks: int
+    layout: str
+    scheme: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +62,12 @@ class Entry:
     ranks: int
     layout: str
     scheme: str
+    note: str
     imbalance: float
     reason: Reason
     chosen: bool = False
     fewer: float = 1.0
-    """Bytes that PyTorch's all-gather receives, over those of this entry."""
+    """Bytes that PyTorch's best row receives, over those of this entry."""
 
     @property
     def memory(self) -> int:
@@ -60,8 +75,17 @@ class Entry:
         return self.reason.peak_bytes + (self.reason.workspace_bytes or 0)
 
     @property
-    def note(self) -> str:
-        return "PyTorch" if (self.scheme, self.layout) in TORCH else ""
+    def name(self) -> str:
+        return self.note or self.scheme
+
+
+class _FlexSizes(Sizes):
+    """Sizes for PyTorch's flex attention, which sums gradients of K and V over ranks in the dtype of the tensors."""
+
+    __slots__ = ()
+
+    def row_bytes(self, role: Role) -> int:
+        return super().row_bytes(Role.KV if role is Role.DKV else role)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--schemes", type=schemes, help=text)
     which.add_argument("--layouts", help=f"names separated by commas, of {', '.join(LAYOUTS)}")
     which.add_argument(
-        "--plot", type=to_write(*PLOTS), metavar="FILE", help=f"draw scaling curves ({', '.join(PLOTS)})"
+        "--plot",
+        type=to_write(*PLOTS),
+        metavar="FILE",
+        help=f"draw bars, or curves over {CURVES} or more numbers of ranks ({', '.join(PLOTS)})",
     )
 
 
@@ -90,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """Yield (ranks, layout, scheme) of everything to compare; PyTorch's two are always included."""
+def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[Case]:
+    """Yield everything to compare; PyTorch's are always included."""
     for name in () if args.layouts is None else args.layouts.split(","):
         if name not in LAYOUTS:
             raise PlanError(f"--layouts must be of {', '.join(LAYOUTS)}, but got {name!r:.40}.")
@@ -100,9 +127,30 @@ def _cases(workload: Workload, args: argparse.Namespace) -> Iterator[tuple[int, 
     for ranks in dict.fromkeys(args.ranks):
         names = list(_schemes(workload, ranks, args.schemes))
         yield from dict.fromkeys(
-            [(ranks, layout, scheme) for scheme, layout in TORCH]
-            + [(ranks, layout, scheme) for layout in layouts for scheme in names]
+            [*_torch_cases(workload, ranks, layouts)]
+            + [Case(ranks, layout, scheme) for layout in layouts for scheme in names]
         )
+
+
+def _torch_cases(workload: Workload, ranks: int, layouts: tuple[str, ...]) -> Iterator[Case]:
+    """Yield what PyTorch's context parallelism can do with the mask.
+
+    Its round-robin balancer is included on request only: planning a layout of blocks takes long, and head-tail, or
+    per document, already gives all ranks the same work.
+    """
+    usual = ("zigzag", "contiguous") + (("per_document",) if len(workload.lengths) > 1 else ())
+    for layout in FLEX_LAYOUTS:
+        if layout in (*usual, *layouts):
+            yield Case(ranks, layout, "all_gather", FLEX)
+    if _is_plain(workload):
+        layout = "contiguous" if workload.docs == "full" else "zigzag"
+        for scheme in ("all_gather", "ring"):
+            yield Case(ranks, layout, scheme, f"PyTorch {scheme}")
+
+
+def _is_plain(workload: Workload) -> bool:
+    """Return whether scaled_dot_product_attention can express the mask: one sequence, causal or full."""
+    return len(workload.lengths) == 1 and workload.window is None
 
 
 def _schemes(workload: Workload, ranks: int, names: tuple[str, ...] | None) -> Iterator[str]:
@@ -126,22 +174,54 @@ def _schemes(workload: Workload, ranks: int, names: tuple[str, ...] | None) -> I
     yield from [name for name in hybrids if name.endswith("ring)")][:1]
 
 
-def compare(workload: Workload, cases: list[tuple[int, str, str]], advance: Callable[[str], None]) -> list[Entry]:
-    """Return the entries of all cases, by number of ranks and predicted time."""
-    by_case: dict[tuple[int, str, str], tuple[Plan, Reason]] = {}
-    for ranks, layout, scheme in cases:
-        advance(f"{ranks} ranks, {scheme} over {layout}")
-        plan = workload.plan(ranks, scheme, layout)
-        by_case[ranks, layout, scheme] = plan, plan.reasons[0]
+def compare(workload: Workload, cases: list[Case], advance: Callable[[str], None]) -> list[Entry]:
+    """Return the entries of all cases, by number of ranks, then as `by_preference` sorts them."""
     entries: list[Entry] = []
-    for ranks in dict.fromkeys(case[0] for case in cases):
-        mine = [(case, *figures) for case, figures in by_case.items() if case[0] == ranks]
-        mine.sort(key=lambda one: (one[2].seconds, one[2].bytes_received))
-        base = by_case[ranks, "zigzag", "all_gather"][1].bytes_received
-        for number, ((_, layout, scheme), plan, reason) in enumerate(mine):
-            fewer = base / reason.bytes_received if reason.bytes_received else float("inf") if base else 1.0
-            entries.append(Entry(ranks, layout, scheme, plan.imbalance, reason, number == 0, fewer))
+    for ranks in dict.fromkeys(case.ranks for case in cases):
+        mine: list[Entry] = []
+        for case in cases:
+            if case.ranks == ranks:
+                advance(f"{ranks} ranks, {case.note or case.scheme} over {case.layout}")
+                plan = _plan(workload, case)
+                mine.append(Entry(*case, plan.imbalance, plan.reasons[0]))
+        mine = by_preference(mine)
+        base = best_of_torch(mine).reason.bytes_received
+        for number, entry in enumerate(mine):
+            received = entry.reason.bytes_received
+            fewer = base / received if received else float("inf") if base else 1.0
+            entries.append(replace(entry, chosen=number == 0, fewer=fewer))
     return entries
+
+
+def _plan(workload: Workload, case: Case) -> Plan:
+    """Return the plan whose predictions are those of the case.
+
+    PyTorch's SDPA fetches K and V again in backward, and sends their gradients in float32, as our schemes do. Its flex
+    attention gathers K and V once and keeps them for backward.
+    """
+    plan = workload.plan(case.ranks, case.scheme, case.layout)
+    if not case.note:
+        return plan
+    is_flex = case.note == FLEX
+    sizes = _FlexSizes(*astuple(plan.sizes)) if is_flex else plan.sizes
+    request = PlanRequest(plan.layout, sizes, plan.dtype, case.scheme, plan.machine, plan.machine_assumed, keep=is_flex)
+    return build_plan(workload.mask, request)
+
+
+def by_preference(entries: list[Entry]) -> list[Entry]:
+    """Sort by time; of entries within 1% of each other, which the model cannot distinguish, by bytes, then memory."""
+    left, found = sorted(entries, key=lambda entry: entry.reason.seconds), list[Entry]()
+    while left:
+        limit = left[0].reason.seconds * (1 + TIE)
+        tied = [entry for entry in left if entry.reason.seconds <= limit]
+        found += sorted(tied, key=lambda entry: (entry.reason.bytes_received, entry.memory))
+        left = left[len(tied) :]
+    return found
+
+
+def best_of_torch(entries: list[Entry]) -> Entry:
+    """Return PyTorch's best entry of those that `by_preference` sorted."""
+    return next(entry for entry in entries if entry.note)
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
@@ -155,7 +235,7 @@ def as_json(entry: Entry) -> dict[str, Any]:
         "imbalance": entry.imbalance,
         **{name: getattr(entry.reason, name) for name in names},
         "figures_of_ranks": list(entry.reason.ranks),
-        "fewer_bytes_than_torch_all_gather": entry.fewer if entry.fewer != float("inf") else None,
+        "fewer_bytes_than_torch": entry.fewer if entry.fewer != float("inf") else None,
     }
 
 
@@ -170,7 +250,7 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
     for ranks in dict.fromkeys(entry.ranks for entry in entries):
         screen.text()
         screen.title(f"{ranks:,} ranks")
-        columns = (Column("scheme", False), Column("layout", False), *map(Column, HEADS), Column("", False))
+        columns = (Column("scheme", False), Column("layout", False), *map(Column, HEADS))
         mine = [entry for entry in entries if entry.ranks == ranks]
         screen.table(columns, list(_rows(mine)))
         screen.text()
@@ -181,14 +261,14 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
         "with what kernels allocate inside" if known else "without what kernels allocate inside, which is not known"
     )
     notes = [
-        f"Simulated on {workload.machine.name}, quickest first. Received: the most bytes of any rank, both passes."
-        " Fewer: PyTorch's all-gather receives this many times as much. Memory: beside the rank's own tensors,"
-        f" {kernels}; of ranks likely to be busiest, at most five: another may need somewhat more.",
-        "PyTorch's are priced as our own schedules of that name over zigzag (its head-tail): the same bytes, and our"
-        " kernels, copies and overlap.",
+        f"Simulated on {workload.machine.name}, quickest first; of rows within 1%, those with fewest bytes, then least"
+        " memory. Received: the most bytes of any rank, both passes. Fewer: PyTorch's best row receives this many times"
+        f" as much. Memory: in addition to the rank's own tensors, {kernels}; of ranks likely to be busiest, at most"
+        " five: another may need somewhat more.",
+        *torch_notes(workload, {entry.ranks for entry in entries}),
     ]
     if plot is not None:
-        notes.append(f"Curves: {plot}")
+        notes.append(f"Picture: {plot}")
     screen.notes(notes)
 
 
@@ -202,39 +282,73 @@ def _rows(entries: list[Entry]) -> Iterator[Row]:
         seconds_alike([reason.backward_seconds for reason in reasons]),
     )
     for entry, *cells in zip(entries, *columns, strict=True):
-        yield Row((entry.scheme, entry.layout, f"{entry.imbalance:.3f}", *cells, entry.note), entry.chosen)
+        yield Row((entry.name, entry.layout, f"{entry.imbalance:.3f}", *cells), entry.chosen)
+
+
+def torch_notes(workload: Workload, ranks: set[int]) -> list[str]:
+    """Return what PyTorch's rows assume, and what PyTorch refuses of this workload."""
+    notes = [
+        "PyTorch's rows have its bytes, and our kernels, copies and overlap. Its flex attention gathers K and V once"
+        " and keeps them; its load balancers are zigzag (head-tail), contiguous (none), per_document (from 2.15 on;"
+        " that of 2.13 does not balance) and round_robin_by_work (only with --layouts)."
+    ]
+    if not _is_plain(workload):
+        what = "documents" if len(workload.lengths) > 1 else "windows"
+        notes.append(f"PyTorch's ring and all-gather of scaled_dot_product_attention cannot express {what}.")
+    elif workload.docs == "full":
+        notes.append("PyTorch's ring and all-gather of scaled_dot_product_attention balance causal masks only.")
+    odd = sorted(size for size in ranks if workload.seq_len % (128 * size))
+    if odd:
+        notes.append(
+            f"PyTorch's flex attention refuses {workload.seq_len:,} tokens on {', '.join(map(str, odd))} ranks: the"
+            " length must be a multiple of 128 x ranks. Its rows are priced without the padding."
+        )
+    uneven = sorted(size for size in ranks if (workload.lengths % (2 * size)).any())
+    if len(workload.lengths) > 1 and uneven:
+        notes.append(
+            "PyTorch's per-document balancer refuses these documents: their lengths must be multiples of 2 x ranks."
+            " Its rows are priced without the padding."
+        )
+    return notes
 
 
 def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
-    """Draw curves over the numbers of ranks: the quickest, PyTorch's, and each scheme over its quickest layout."""
+    """Draw bars, or curves over the numbers of ranks: PyTorch's, and each scheme over its best layout."""
     from longspan.cli.show import write as write_scene
-    from longspan.viz.scaling import ScalingPoint, scaling_picture
+    from longspan.viz.scaling import ScalingPoint, bars_picture, scaling_picture
 
+    numbers = list(dict.fromkeys(entry.ranks for entry in entries))
+    are_curves = len(numbers) >= CURVES
     points: list[ScalingPoint] = []
-    for ranks in dict.fromkeys(entry.ranks for entry in entries):
-        mine = [entry for entry in entries if entry.ranks == ranks]  # quickest first
-        named = {"quickest": mine[0]}
-        named |= {f"PyTorch {entry.scheme}": entry for entry in mine if entry.note}
-        for entry in mine:
-            named.setdefault(entry.scheme.partition("(")[0], entry)
+    for ranks in numbers:
+        named: dict[str, Entry] = {}
+        for entry in entries:  # the best one first
+            if entry.ranks == ranks:
+                named.setdefault(entry.note or entry.scheme.partition("(")[0], entry)
         for name, entry in named.items():
-            reason = entry.reason
-            points.append(ScalingPoint(name, ranks, reason.seconds, reason.bytes_received, reason.peak_bytes))
-    points.sort(key=lambda point: (point.scheme != "quickest", not point.scheme.startswith("PyTorch")))
+            reason, label = entry.reason, name if are_curves else f"{entry.name}, {entry.layout}"
+            points.append(ScalingPoint(label, ranks, reason.seconds, reason.bytes_received, entry.memory))
     remark = f"{workload.about_docs()}; {workload.about_tensors()}; simulated on {workload.machine.name}"
     remark += f" ({workload.machine.kernel or 'kernel not named'}), not run."
-    scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
+    title = f"{workload.seq_len:,} tokens on {' and '.join(map(str, numbers))} ranks"
+    if are_curves:
+        points.sort(key=lambda point: not point.scheme.startswith("PyTorch"))
+        scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
+    else:
+        scene = bars_picture(points, title=title, remark=remark)
     write_scene(scene, path.suffix.lower()[1:], path)
 
 
 def verdict(entries: list[Entry]) -> str:
-    """Compare the quickest with PyTorch's all-gather in a sentence."""
-    best = entries[0]
-    theirs = next(entry for entry in entries if (entry.scheme, entry.layout) == TORCH[0])
+    """Compare the best entry with PyTorch's best in a sentence."""
+    best, theirs = entries[0], best_of_torch(entries)
+    variant = f"{theirs.note.removeprefix('PyTorch ')} over {theirs.layout}"
     if best is theirs:
-        return "Nothing is quicker than PyTorch's all-gather here."
-    moved = bytes_against(best.reason.bytes_received, theirs.reason.bytes_received, "PyTorch's all-gather")
+        return f"Nothing is quicker than PyTorch's {variant} here."
+    name = f"PyTorch's best row ({variant})"
+    moved = bytes_against(best.reason.bytes_received, theirs.reason.bytes_received, name)
     memory = memory_against(best.memory, theirs.memory)
+    factor = theirs.reason.seconds / best.reason.seconds
     text = f"{best.scheme} over {best.layout}: {moved}, predicted"
-    text += f" {times(theirs.reason.seconds / best.reason.seconds)} as fast"
+    text += " as fast" if abs(factor - 1) <= TIE else f" {times(factor)} as fast"
     return text + (f", with {memory}." if memory else ".")

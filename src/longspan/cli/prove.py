@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     kind = _class(config, args.task)
     screen = screen_of(args)
     answers: dict[str, dict[str, Any]] = {}
-    with progress(args, f"proving {kind.__name__}", len(names)) as advance:
+    with progress(args, f"checking {kind.__name__}", len(names)) as advance:
         for name in names:
             advance(name)
             answers[name] = _answer(kind, config, name, args.model, args.again)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of, to_write
+from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of, to_write
 from longspan.cli.trace import DIRECTIONS
 from longspan.cli.workload import Workload
 from longspan.cli.workload import add_arguments as add_workload
@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html", type=to_write(".html", ".htm"), metavar="FILE", help="write a self-contained page with the picture"
     )
     out.add_argument("--title", help="the title of the picture")
+    text = "bytes that a device has left for attention, such as 20G: a line in the picture of memory"
+    out.add_argument("--limit-bytes", type=count, help=text)
     out.add_argument("--width", type=int, default=64, help="characters of a text picture (64)")
     add_workload(parser)
 
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             _ = picture.plan  # cached: all that takes long
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
-        scene = picture.scene(args.title)
+        scene = picture.scene(args.title, args.limit_bytes)
         for kind, path in files.items():
             write(scene, kind, path)
     if args.json:
@@ -82,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not change the picture."""
+    if args.limit_bytes is not None and (args.what != "memory" or (args.svg or args.png or args.html) is None):
+        raise PlanError(
+            "--limit-bytes needs a picture of memory, as in `longspan show memory --svg FILE`. Write one, or leave it"
+            " out."
+        )
     used = {"--keep": args.keep, "--fetch-bytes": args.fetch_bytes is not None}
     if args.what in ("mask", "layout"):
         used = {"--scheme": args.scheme != "auto", **used}
@@ -127,13 +134,15 @@ class _Picture:
             machine=self.workload.machine,
         )  # fmt: skip
 
-    def scene(self, title: str | None) -> Scene:
+    def scene(self, title: str | None, limit_bytes: int | None) -> Scene:
         if self.what == "mask":
             return mask_picture(self.mask, self.layout, title=title)
         if self.what == "layout":
             return layout_picture(self.layout, self.mask, title=title)
         if self.what == "scan":
             return scan_picture(self.scan(), title=title)
+        if self.what == "memory":
+            return memory_picture(self.plan, title=title, limit_bytes=limit_bytes)
         return DRAWN_PLANS[self.what](self.plan, title=title)
 
     def figures(self) -> dict[str, Any]:

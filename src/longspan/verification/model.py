@@ -195,7 +195,7 @@ def prove_step(step: ModelStep, wanted: Sequence[Layout], factor: float) -> Repo
         )
     if isinstance(step.model, DistributedDataParallel) or any(isinstance(p, DTensor) for p in step.model.parameters()):
         raise PlanError(
-            f"prove_model takes a plain module, but {type(step.model).__name__} is wrapped by DDP or sharded. Prove the"
+            f"prove_model takes a plain module, but {type(step.model).__name__} is wrapped by DDP or sharded. Check the"
             f" model before it is wrapped; verify_model takes it as it is, over its group."
         )
     devices = {p.device.type for p in step.model.parameters()} | {"cpu"}

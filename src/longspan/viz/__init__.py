@@ -8,7 +8,7 @@ from longspan.viz.layout import layout_picture
 from longspan.viz.mask import mask_picture
 from longspan.viz.memory import memory_picture
 from longspan.viz.report import notebook_html, picture_page, report_html
-from longspan.viz.scaling import ScalingPoint, scaling_picture, scaling_points
+from longspan.viz.scaling import ScalingPoint, bars_picture, scaling_picture, scaling_points
 from longspan.viz.scan import scan_picture
 from longspan.viz.scene import Scene, write_png
 from longspan.viz.timeline import timeline_picture
@@ -17,6 +17,7 @@ from longspan.viz.traffic_table import traffic, traffic_picture
 __all__ = [
     "ScalingPoint",
     "Scene",
+    "bars_picture",
     "layout_picture",
     "mask_picture",
     "memory_picture",

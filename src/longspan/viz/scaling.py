@@ -1,4 +1,4 @@
-"""Curves over the number of ranks: time and bytes of each scheme, as plans predict them."""
+"""Time, bytes and memory of each scheme, as plans predict them: curves over the number of ranks, or bars."""
 
 from __future__ import annotations
 
@@ -12,18 +12,33 @@ from longspan.errors import PlanError
 from longspan.formatting import bytes_text, seconds_text
 from longspan.layouts import Layout, balanced
 from longspan.masks import Mask
-from longspan.viz.scene import MARGIN, MUTED, SERIES, SMALL, Scene, headed, picture
+from longspan.viz.scene import (
+    FAR,
+    FORWARD,
+    LANE,
+    MARGIN,
+    MUTED,
+    SERIES,
+    SMALL,
+    WIDTH,
+    Scene,
+    headed,
+    legend_row,
+    picture,
+)
 
 SCHEMES = ("auto", "exchange", "all_to_all", "ring", "all_gather")
-CHOSEN = {"auto": "auto (what plan() takes)", "quickest": "quickest of all"}
+CHOSEN = {"auto": "auto (what plan() takes)"}
 """Lines that lie on top of another scheme's, and their names in the legend."""
 _HEIGHT, _WIDTH = 300.0, 320.0
+_ROW, _BAR, _VALUE = 21.0, 13.0, 62.0
+"""Height of a row of bars and of a bar; room for the value next to a bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
     """The predictions of a plan for one scheme on one number of ranks: time of all ranks, bytes of the rank that
-    receives most, and memory of ranks likely to be busiest."""
+    receives most, and memory of ranks likely to be busiest. Schemes of PyTorch begin with its name."""
 
     scheme: str
     ranks: int
@@ -80,17 +95,60 @@ def scaling_picture(
     return scene
 
 
+@picture
+def bars_picture(
+    points: Sequence[ScalingPoint], *, title: str = "Schemes", remark: str = "Simulated, not run."
+) -> Scene:
+    """Draw bars of time, bytes received and memory, one row per point, for each number of ranks in turn.
+
+    Rows keep the order of `points`; those of PyTorch, whose names begin with it, have another colour.
+    """
+    if not points:
+        raise PlanError("`points` must hold at least one point, but got none. Pass one for each scheme.")
+    scene, top = headed(title, [remark], "Time, bytes and memory of each scheme, as bars.")
+    keys = [("Longspan", FORWARD, 1.0), ("PyTorch", FAR, 1.0)]
+    top = legend_row(scene, MARGIN, top + 6, keys) + 6
+    names = max(scene.text_width(point.scheme, SMALL) for point in points)
+    left = MARGIN + min(names * 1.15, WIDTH / 3) + 12
+    panel = (WIDTH - MARGIN - left) / 3
+    for ranks in dict.fromkeys(point.ranks for point in points):
+        mine = [point for point in points if point.ranks == ranks]
+        scene.text(MARGIN, top + 10, f"{ranks:,} ranks" if ranks > 1 else "1 rank", SMALL, bold=True)
+        columns = (
+            ("time, both passes", [point.seconds for point in mine], seconds_text),
+            ("most bytes received", [float(point.bytes_received) for point in mine], bytes_text),
+            ("memory beyond own tensors", [float(point.peak_bytes) for point in mine], bytes_text),
+        )
+        for number, point in enumerate(mine):
+            scene.text(left - 10, top + 31 + _ROW * number, point.scheme, SMALL, align="right", bold=number == 0)
+        for column, (head, values, text) in enumerate(columns):
+            x, most = left + panel * column, max(values) or 1.0
+            scene.text(x, top + 10, head, SMALL, bold=True)
+            for number, (point, value) in enumerate(zip(mine, values, strict=True)):
+                y, full = top + 20 + _ROW * number, panel - _VALUE
+                color = FAR if point.scheme.startswith("PyTorch") else FORWARD
+                scene.box(scene.canvas, x, y, full, _BAR, LANE)
+                note = f"{point.scheme}, {ranks} ranks, {head}: {text(value)}"
+                scene.box(scene.canvas, x, y, max(full * value / most, 1.0), _BAR, color, note=note)
+                scene.text(x + full + 6, y + 11, text(value), SMALL, MUTED)
+        top += 20 + _ROW * len(mine) + 18
+    scene.height = top
+    return scene
+
+
 def _line(name: str, colors: dict[str, str]) -> dict[str, Any]:
     """Return the style of a scheme's line, or of the ideal."""
     if name not in colors:
         return {"color": MUTED, "linewidth": 1, "linestyle": (0, (5, 4))}
-    # A chosen scheme's line lies under the others, and is wider.
-    wide = name in CHOSEN
+    # A chosen scheme's line is wide, under the others. PyTorch's are dashed, above ours, which may be equal.
+    wide, is_theirs = name in CHOSEN, name.startswith("PyTorch")
     return {
         "color": colors[name],
-        "linewidth": 8 if wide else 1.8,
+        "linewidth": 6 if wide else 1.8,
+        "alpha": 0.55 if wide else 1,
         "solid_capstyle": "butt",
-        "zorder": 1.5 if wide else 2,
+        "linestyle": (0, (3, 1.5)) if is_theirs else "-",
+        "zorder": 1.5 if wide else 2.5 if is_theirs else 2,
     }
 
 
@@ -135,10 +193,9 @@ def _panel(
         style = _line(name, colors)
         axes.plot([p.ranks for p in mine], [value(p) for p in mine], **style)
         for p in mine:  # one by one, for their tooltips
-            size = 10 if name in CHOSEN else 5
-            marker = axes.plot(
-                [p.ranks], [value(p)], "s", color=style["color"], markersize=size, zorder=style["zorder"]
-            )
+            size = 9 if name in CHOSEN else 5
+            kind = {key: style[key] for key in ("color", "alpha", "zorder")}
+            marker = axes.plot([p.ranks], [value(p)], "s", markersize=size, **kind)
             marker[0].set(gid=f"note{len(scene.notes)}", markeredgewidth=0)
             scene.notes.append(f"{name}, {p.ranks} ranks: {text(value(p))}")
     if is_time and len(ranks) > 1:
