@@ -308,6 +308,21 @@ def test_the_page_says_how_to_repeat_a_line_and_whether_it_is_accepted():
     assert lines[1]["repeat"].endswith("--only exact.line1")
 
 
+def test_the_page_counts_sections_and_gives_reasons_and_worst_figures():
+    found = report_of(
+        right("a", used=0.2), right("b", used=0.4), wrong("dq is off"), Outcome("not run", "needs 4 ranks")
+    )
+    found.add("time.causal.64k", compare_times(1.6, (1.25, 2.0), "slow"), 1.0)
+    found.add("memory.batches.exchange", right("c", used=0.1, new_seconds=3.0, warm_seconds=1.5), 1.0)
+    page = markdown(found).partition("<details>")[0]
+    assert "| exact | 2 |  | 1 | 1 | 0.40 of what rounding explains (exact.line1) |" in page
+    assert "| time |  | 1 |  |  | 1.60 the predicted time (time.causal.64k) |" in page
+    assert "not run: exact.line3: needs 4 ranks" in page
+    assert "exact.line2: WRONG.** dq is off" in page
+    assert "| a new batch | 2.0x the time of the same again (memory.batches.exchange) |" in page
+    assert found.as_dict()["sections"]["exact"]["worst_line"] == "exact.line1"
+
+
 def test_files_are_whole(tmp_path):
     write(report_of(right("fine")), tmp_path / "found")
     assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
