@@ -133,7 +133,8 @@ def test_a_watch_that_names_nobody_is_red(tmp_path, what):
 
 
 def test_faults_are_named_and_a_late_rank_is_not(tmp_path):
-    code, answer = accept(tmp_path, "nothing", "--only", "faults")
+    only = ",".join(f"faults.{fault}" for fault in ("kill", "stop", "raise", "late"))
+    code, answer = accept(tmp_path, "nothing", "--only", only)
     assert (code, reds(answer)) == (0, []), answer["lines"]
     assert len(answer["lines"]) == 4
 

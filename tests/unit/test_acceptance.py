@@ -228,7 +228,7 @@ def test_names_of_lines_are_unique_and_sections_whole(lines, device):
 
 def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
     names = lines("cuda:0")
-    assert len(names) == 57
+    assert len(names) == 58
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
     assert {"exact.group.nccl", "exact.group.mixed", "faults.kill.nccl", "faults.kill.gloo"} <= set(names)
@@ -243,7 +243,8 @@ def test_lines_are_chosen_by_name_or_beginning(lines):
     assert lines("cpu", "--quick", "--only", "faults") == ["faults.kill.gloo"]
     assert lines("cpu", "--quick", "--only", "faults.late.gloo") == ["faults.late.gloo"]
     faults = lines("cpu", "--only", "faults, host.waits")
-    assert faults == ["host.waits", *(f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))]
+    kinds = (f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))
+    assert faults == ["host.waits", *kinds, "faults.two_hosts"]
     for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
         with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, faults"):
             select({"exact.ring": False, "faults": False}, unknown, quick=False)
@@ -357,7 +358,7 @@ def test_lines_are_listed_without_a_launcher(capsys):
     assert main(["acceptance", "--list"]) == 0
     names = capsys.readouterr().out.split()
     assert "exact.first_call.gloo" in names
-    assert len(names) == 36
+    assert len(names) == 37
 
 
 def test_without_a_checkout_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):
