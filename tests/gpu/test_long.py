@@ -49,9 +49,9 @@ def run_call(site: Site, group: dist.ProcessGroup, lengths: list[int], dims: Dim
         ).requires_grad_(name != "dout")
         for name, (heads, dim) in shapes.items()
     }
-    inputs = [tensors[name] for name in "qkv"]
-    out, lse = attention(*inputs, work, group=group, return_lse=True)
-    grads = torch.autograd.grad(out, inputs, tensors["dout"])
+    q, k, v = (tensors[name] for name in "qkv")
+    out, lse = attention(q, k, v, work, group=group, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])
     results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(ranks.device)
     return Shard(site, work, documents, {name: x.detach() for name, x in (tensors | results).items()})
