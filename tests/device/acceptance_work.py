@@ -14,7 +14,7 @@ from longspan.cli import measure
 from longspan.planning.steps import Sizes
 from tests.device import forms
 from tests.gloo.cli_work import command
-from tests.gpu import site, test_faults, test_host, test_time
+from tests.gpu import site, test_faults, test_host, test_time, test_training
 
 TOKENS = {"16k": 512, "64k": 512, "256k": 1024, "1M": 1536}
 """In the place of the sizes that lines are named after."""
@@ -48,6 +48,7 @@ def replacements(judges_speed):
     yield measure, "GPU_LONG", 256
     yield test_time, "LINK_BYTES", {"cuda": 1 << 20}
     yield test_host, "profile", LaunchProfile
+    yield test_training, "COMPILER", {"cuda": "aot_eager"}
     yield test_faults, "PROGRAM", "tests.device.fault_rank"
     if not judges_speed:
         yield test_time, "LIMITS", ANY_TIME

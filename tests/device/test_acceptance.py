@@ -12,8 +12,14 @@ from tests.device import acceptance_work as work
 from tests.device.ranks import ranks
 from tests.lanes import share
 
-SECTIONS = {"operators", "exact", "memory", "time", "host", "faults"}
-REFUSED = ("operators.varlen.float32", "operators.flash.float32", "operators.cudnn.float32", "operators.flex.")
+SECTIONS = {"operators", "exact", "long", "training", "memory", "time", "host", "faults"}
+REFUSED = (
+    "operators.varlen.float32",
+    "operators.flash.float32",
+    "operators.cudnn.float32",
+    "operators.flex.",
+    "long.FA",
+)
 
 
 def lines_of(world, *words, timeout=900):
@@ -35,11 +41,12 @@ def check_verdicts(lines, world):
             assert line["verdict"] == "right", line
 
 
-ALWAYS = ("exact", "memory", "time.links", "host.waits")
+ALWAYS = ("exact", "memory.exchange", "memory.ring", "time.links", "host.waits")
 IN_TURNS = (
     *(f"operators.{kernel}" for kernel in ("varlen", "efficient", "flash", "cudnn", "reference")),
-    "time.calibration", "host.time", "faults.kill.nccl", "faults.kill.gloo",
-)  # fmt: skip
+    *("long.exchange", "training", "memory.batches.all_to_all", "time.calibration", "host.time"),
+    *("faults.kill.nccl", "faults.kill.gloo"),
+)
 
 
 def test_quick_lines_pass_on_two_devices():
@@ -63,6 +70,6 @@ def test_scores_that_learn_are_verified_on_the_device():
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_line_passes(world):
     lines = lines_of(world, timeout=3000)
-    assert len(lines) == 57
+    assert len(lines) == 76
     assert {name.partition(".")[0] for name in lines} == SECTIONS
     check_verdicts(lines, world)
