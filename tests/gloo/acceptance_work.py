@@ -195,7 +195,7 @@ def kept_messages():
     start, kept = ProcessGroup._start, []
 
     def keeping(self, exchange):
-        kept.append(torch.zeros(1 << 20, dtype=torch.uint8))
+        kept.append(torch.zeros(1 << 16, dtype=torch.uint8))
         return start(self, exchange)
 
     return replaced(ProcessGroup, "_start", keeping)

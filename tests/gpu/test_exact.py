@@ -97,7 +97,10 @@ def test_first_call(site: Site, backend: str) -> None:
     [
         *("ring", "exchange"),
         *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("all_gather", "all_to_all")),
-        pytest.param("hybrid(2)", id="hybrid", marks=[pytest.mark.slow, pytest.mark.ranks(4)]),
+        *(
+            pytest.param(f"hybrid(2, {inner})", id=f"hybrid.{inner}", marks=[pytest.mark.slow, pytest.mark.ranks(4)])
+            for inner in ("ring", "exchange", "all_gather")
+        ),
     ],
 )
 def test_scheme(site: Site, scheme: str) -> None:

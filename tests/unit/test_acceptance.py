@@ -17,6 +17,7 @@ import torch
 
 import longspan
 import tests.gpu.conftest
+from longspan import kernels
 from longspan.cli import main
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
@@ -158,7 +159,7 @@ def test_every_tensor_is_compared(tensor, dtype):
 def test_cases_have_what_plans_make():
     names = {case.name for case in FULL}
     assert {"causal", "window", "rectangle", "single row", "200 slices", "blind rows", "strided", "sliced"} <= names
-    assert {case.dims[0] for case in FULL} == {64, 96, 128, 192, 256}
+    assert {case.dims for case in FULL} >= {(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)}
     assert {case.heads[0] // case.heads[1] for case in FULL} >= {1, 4, 8}
     assert {case.layout for case in FULL} == set(LAYOUTS)
     for case in FULL:
@@ -202,7 +203,7 @@ def test_the_worst_rank_decides():
     assert worst([right("fine", used=0.2)] * 3) == right("fine", used=0.2)
 
 
-@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact])
+@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact, test_memory])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -236,13 +237,15 @@ def test_names_of_lines_are_unique_and_sections_whole(lines, device):
 
 def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
     names = lines("cuda:0")
-    assert len(names) == 76
+    assert len(names) == 91
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
     assert {"exact.group.nccl", "exact.group.mixed", "faults.kill.nccl", "faults.kill.gloo"} <= set(names)
-    assert {name.split(".")[1] for name in names if name.startswith("operators.")} == {
-        "varlen", "efficient", "flash", "cudnn", "flex", "reference",
-    }  # fmt: skip
+    with_lines = {name.split(".")[1] for name in names if name.startswith("operators.")}
+    assert with_lines == set(kernels._KERNELS) - {"cpu_flash"}
+    assert {f"long.{name}" for name in ("fa3", "fa4", "cudnn_varlen", "varlen", "varlen.FA3", "varlen.FA4")} <= set(
+        names
+    )
     assert {"time.causal.1M", "time.documents.64k", "time.window.256k"} <= set(names)
 
 
@@ -256,6 +259,13 @@ def test_lines_are_chosen_by_name_or_beginning(lines):
     for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
         with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, faults"):
             select({"exact.ring": False, "faults": False}, unknown, quick=False)
+
+
+def test_new_batches_differ_however_short():
+    batches = [tuple(test_memory.packed_lengths(tokens, number)) for tokens in (384, 1 << 16) for number in range(100)]
+    assert len(set(batches)) == 200
+    assert {sum(lengths) for lengths in batches} == {384, 1 << 16}
+    assert all(min(lengths) > 0 for lengths in batches)
 
 
 def test_ranks_without_messages_are_in_the_first_call():
