@@ -14,9 +14,9 @@ from longspan.cli import measure
 from longspan.planning.steps import Sizes
 from tests.device import forms
 from tests.gloo.cli_work import command
-from tests.gpu import site, test_faults, test_host, test_time
+from tests.gpu import site, test_exact, test_faults, test_host, test_memory, test_time, test_training
 
-TOKENS = {"16k": 512, "64k": 512, "256k": 1024, "1M": 1536}
+TOKENS = {"16k": 256, "64k": 384, "256k": 512, "1M": 768}
 """In the place of the sizes that lines are named after."""
 ANY_TIME = (float("inf"), float("inf"))
 
@@ -42,12 +42,15 @@ def replacements(judges_speed):
     """(owner, name, value) of what is smaller here, and of what a CPU has not got."""
     yield site, "tokens_of", TOKENS.__getitem__
     yield site.Site, "sizes", Sizes(8, 4, 32, 32, 2)
+    yield test_exact, "LONG", test_exact.SHORT
     yield measure, "GPU_TILES", ((256, 256, True), (128, 256, False), (64, 512, False), (192, 192, True))
     yield measure, "GPU_COPIED", measure.COPIED
     yield measure, "GPU_SHORT", 64
     yield measure, "GPU_LONG", 256
+    yield test_memory, "BATCHES", {"cuda": (3, 20)}
     yield test_time, "LINK_BYTES", {"cuda": 1 << 20}
     yield test_host, "profile", LaunchProfile
+    yield test_training, "COMPILER", {"cuda": "aot_eager"}
     yield test_faults, "PROGRAM", "tests.device.fault_rank"
     if not judges_speed:
         yield test_time, "LIMITS", ANY_TIME

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     from tests.device import models  # noqa: F401  (registers kernels)
     from tests.gpu import fault_rank
 
-    rank, size, port, what, backend = sys.argv[1:]
-    fault_rank.run(int(rank), int(size), int(port), what, backend)
+    rank, size, port, *words = sys.argv[1:]
+    fault_rank.run(int(rank), int(size), int(port), *words)
     sys.stdin.read()
     os._exit(0)

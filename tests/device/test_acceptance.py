@@ -1,9 +1,8 @@
 """`longspan acceptance` on 2 and 4 stand-in devices, with small tensors: every line runs and passes.
 
 Each time, most lines of `--quick` run on 2 devices, some of them in turns, and a few on 4; at night, all lines run on
-both. Times are measured
-and compared with their predictions, but none is too slow: no figure of speed means anything here. Lines of kernels that
-need Triton, or that do not take a dtype, say that they were not run, and why.
+both. Times are measured and compared with their predictions, but none is too slow: no figure of speed means anything
+here. Lines of kernels that need Triton or a package, or that do not take a dtype, say that they were not run, and why.
 """
 
 import pytest
@@ -12,8 +11,12 @@ from tests.device import acceptance_work as work
 from tests.device.ranks import ranks
 from tests.lanes import share
 
-SECTIONS = {"operators", "exact", "memory", "time", "host", "faults"}
-REFUSED = ("operators.varlen.float32", "operators.flash.float32", "operators.cudnn.float32", "operators.flex.")
+SECTIONS = {"operators", "exact", "long", "training", "memory", "time", "host", "faults"}
+PACKAGES = ("fa3", "fa4", "cudnn_varlen")
+REFUSED = (
+    *(f"operators.{name}" for name in ("varlen.float32", "flash.float32", "cudnn.float32", "flex.", *PACKAGES)),
+    *(f"long.{name}" for name in (*PACKAGES, "varlen.FA")),
+)
 
 
 def lines_of(world, *words, timeout=900):
@@ -35,11 +38,12 @@ def check_verdicts(lines, world):
             assert line["verdict"] == "right", line
 
 
-ALWAYS = ("exact", "memory", "time.links", "host.waits")
+ALWAYS = ("exact", "memory.exchange", "memory.ring", "time.links", "host.waits")
 IN_TURNS = (
     *(f"operators.{kernel}" for kernel in ("varlen", "efficient", "flash", "cudnn", "reference")),
-    "time.calibration", "host.time", "faults.kill.nccl", "faults.kill.gloo",
-)  # fmt: skip
+    *("long.exchange", "training", "memory.batches.all_to_all", "time.calibration", "host.time"),
+    *("faults.kill.nccl", "faults.kill.gloo"),
+)
 
 
 def test_quick_lines_pass_on_two_devices():
@@ -50,7 +54,9 @@ def test_quick_lines_pass_on_two_devices():
 
 
 def test_lines_that_need_four_devices_pass():
-    lines = lines_of(4, "--quick", "--only", "exact.hybrid,exact.first_call,memory.ring,host.waits")
+    lines = lines_of(
+        4, "--quick", "--only", "exact.hybrid.ring,exact.cp_inside_tp,exact.first_call,memory.ring,host.waits"
+    )
     assert {line["verdict"] for line in lines.values()} == {"right"}
 
 
@@ -63,6 +69,6 @@ def test_scores_that_learn_are_verified_on_the_device():
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_line_passes(world):
     lines = lines_of(world, timeout=3000)
-    assert len(lines) == 57
+    assert len(lines) == 91
     assert {name.partition(".")[0] for name in lines} == SECTIONS
     check_verdicts(lines, world)

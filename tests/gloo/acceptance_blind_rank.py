@@ -13,6 +13,6 @@ if __name__ == "__main__":
         fault_rank.LATE = "never"
         fault_rank.RAISE = sys.argv[4]
     numbers = [int(word) for word in sys.argv[1:4]]
-    fault_rank.run(*numbers, *sys.argv[4:6])
+    fault_rank.run(*numbers, *sys.argv[4:])
     sys.stdin.read()
     os._exit(0)

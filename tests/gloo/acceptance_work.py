@@ -12,12 +12,13 @@ import time
 import torch
 import torch.distributed as dist
 
+import longspan as ls
 from longspan.cli import measure
 from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import Flash
 from longspan.run.transports import ProcessGroup
 from tests.gloo.cli_work import command
-from tests.gpu import session, test_faults
+from tests.gpu import session, test_exact, test_faults, test_training
 
 SLOW = 10e6
 """Bytes per second of the slow link, from rank 1 to rank 2."""
@@ -167,10 +168,102 @@ def blind_watch():
     return replaced(test_faults, "PROGRAM", "tests.gloo.acceptance_blind_rank")
 
 
+def slow_start():
+    """The jobs that faults happen to take longer to start than they may."""
+    return replaced(test_faults, "START_SECONDS", 0.2)
+
+
+def no_start():
+    """Ranks of those jobs end before they are ready."""
+    return replaced(test_faults, "PROGRAM", "tests.gloo.no_such_module")
+
+
+def far_rows():
+    """dk of float32 is 1% too large in tiles with more keys than short sequences have."""
+    kernel = kernel_named("cpu_flash").kernel
+    right = kernel.backward_op
+
+    def backward_op(dout, q, k, *rest):
+        dq, dk, dv = right(dout, q, k, *rest)
+        return dq, (dk * 1.01 if q.dtype == torch.float32 and k.shape[2] > 150 else dk), dv
+
+    return replaced(kernel, "backward_op", backward_op)
+
+
+def kept_messages():
+    """Every exchange leaves memory behind: too little to be seen in the peak of one call."""
+    start, kept = ProcessGroup._start, []
+
+    def keeping(self, exchange):
+        kept.append(torch.zeros(1 << 16, dtype=torch.uint8))
+        return start(self, exchange)
+
+    return replaced(ProcessGroup, "_start", keeping)
+
+
+def scaled(owner, name, when):
+    """A call's result is 0.1% too large."""
+    right = getattr(owner, name)
+
+    def call(*args, **options):
+        result = right(*args, **options)
+        return result * 1.001 if when(options) else result
+
+    return replaced(owner, name, call)
+
+
+def part_of_group():
+    return scaled(test_exact, "attention", lambda options: options["group"].size() < dist.get_world_size())
+
+
+def recurrence():
+    return scaled(ls, "gated_delta_rule", lambda options: "plan" in options)
+
+
+def convolution():
+    return scaled(ls, "causal_conv1d", lambda options: "plan" in options)
+
+
+def huggingface_loss():
+    from longspan import huggingface
+
+    return scaled(huggingface, "full_loss", lambda options: True)
+
+
+def recomputed():
+    """What is computed again in backward has other inputs."""
+    right = test_training.checkpoint
+
+    def checkpoint(block, x, attend, **options):
+        calls = []
+
+        def run(x, attend):
+            calls.append(x)
+            return block(x * (1.01 if len(calls) > 1 else 1.0), attend)
+
+        return right(run, x, attend, **options)
+
+    return replaced(test_training, "checkpoint", checkpoint)
+
+
+def compiled():
+    return replaced(torch, "compile", lambda call, **options: lambda *args: call(*args) * 1.001)
+
+
+def averaged():
+    """Gradients that FSDP2 averages are shares of a sum."""
+    right = test_training.token_loss
+    return replaced(
+        test_training, "token_loss", lambda *args, **options: right(*args, **options | {"gradients": "sum"})
+    )
+
+
 PLANTS = {
     plant.__name__: plant
     for plant in (
         nothing, wrong_kernel, kernel_reads_beside, slow_link, sync, copy, hoard, slow_call, death, raises, blind_watch,
+        slow_start, no_start, far_rows, kept_messages, part_of_group, recurrence, convolution, huggingface_loss,
+        recomputed, compiled, averaged,
     )
 }  # fmt: skip
 

@@ -48,10 +48,11 @@ def test_the_whole_page_by_torchrun(tmp_path):
     assert answer["ok"]
     assert answer["complete"]
     assert {line["line"].split(".")[0] for line in answer["lines"]} == {
-        "operators", "exact", "memory", "time", "host", "faults",
+        "operators", "exact", "long", "training", "memory", "time", "host", "faults",
     }  # fmt: skip
     assert all(line["verdict"] in ("right", "slower") for line in answer["lines"]), reds(answer)
     page = (tmp_path / "acceptance.md").read_text()
+    assert len(page.partition("<details>")[0].splitlines()) < 60, "one page"
     assert not private(page)
     assert not private(json.dumps(answer))
     for line in answer["lines"]:
@@ -97,6 +98,65 @@ def test_what_is_planted_turns_its_own_line_red_and_no_other(tmp_path, plant):
     assert not answer["ok"]
 
 
+PLANTED_IN_ONE = {
+    "far_rows": ("exact.exchange,long.exchange", ["long.exchange"], "dk of sampled rows is off by"),
+    "kept_messages": (
+        "memory.exchange.causal,memory.batches.all_to_all", ["memory.batches.all_to_all"], "2 batches of 512 tokens",
+    ),
+    "part_of_group": ("exact.cp_inside_tp,exact.ring", ["exact.cp_inside_tp"], "out"),
+    "recurrence": ("training.recurrence,training.convolution", ["training.recurrence"], "out is off by"),
+    "convolution": ("training.recurrence,training.convolution", ["training.convolution"], "out is off by"),
+    "recomputed": ("training.checkpointing,exact.ring", ["training.checkpointing"], "gradient of"),
+}  # fmt: skip
+PLANTED_AT_NIGHT = {
+    "far_rows": (
+        "long", [f"long.{name}" for name in ("exchange", "ring", "all_gather", "all_to_all", "hybrid")], "dk of",
+    ),
+    "part_of_group": ("exact.cp_inside_tp,exact.tp_inside_cp", ["exact.cp_inside_tp", "exact.tp_inside_cp"], "out"),
+    "compiled": ("training.compile,training.checkpointing", ["training.compile"], "logits"),
+    "averaged": ("training.fsdp2,training.checkpointing", ["training.fsdp2"], "gradient of"),
+    "huggingface_loss": ("training.huggingface,training.checkpointing", ["training.huggingface"], "loss"),
+    "blind_watch": ("faults.two_hosts", ["faults.two_hosts"], "did not name rank 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plant", "only", "expected", "text"),
+    [
+        *(pytest.param(plant, *row, id=plant, marks=pytest.mark.share(3)) for plant, row in PLANTED_IN_ONE.items()),
+        *(
+            pytest.param(plant, *row, id=f"{plant}.slow", marks=pytest.mark.nightly)
+            for plant, row in PLANTED_AT_NIGHT.items()
+        ),
+    ],
+)
+def test_what_is_planted_turns_one_line_red(tmp_path, plant, only, expected, text):
+    quick = ["--quick"] if (plant, only) in [(name, row[0]) for name, row in PLANTED_IN_ONE.items()] else []
+    code, answer = accept(tmp_path, plant, *quick, "--only", only)
+    assert (code, reds(answer)) == (1, expected), answer["lines"]
+    assert all(text in line["text"] for line in answer["lines"] if line["red"]), answer["lines"]
+
+
+@pytest.mark.nightly
+def test_lines_that_are_not_quick_pass(tmp_path):
+    """Two hosts need root, and what FA3 and FA4 need is said."""
+    only = "long,training,memory.batches,exact.tp_inside_cp,faults.two_hosts"
+    code, answer = accept(tmp_path, "nothing", "--only", only, timeout=600)
+    assert (code, reds(answer)) == (0, []), answer["lines"]
+    skipped = {line["line"] for line in answer["lines"] if line["verdict"] == "not run"}
+    assert skipped <= {"long.FA3", "long.FA4", "faults.two_hosts"}, answer["lines"]
+
+
+def test_a_job_that_does_not_start_in_time_is_not_judged(tmp_path):
+    """And one whose ranks end before they are ready is red."""
+    code, answer = accept(tmp_path, "slow_start", "--quick", "--only", "faults.kill.gloo")
+    assert (code, answer["lines"][0]["verdict"]) == (0, "not run"), answer["lines"]
+    assert "did not start in time" in answer["lines"][0]["text"]
+    code, answer = accept(tmp_path, "no_start", "--quick", "--only", "faults.kill.gloo")
+    assert (code, reds(answer)) == (1, ["faults.kill.gloo"]), answer["lines"]
+    assert "the fault did not happen" in answer["lines"][0]["text"]
+
+
 @pytest.mark.nightly
 def test_a_call_that_is_slower_than_predicted_is_red(tmp_path):
     only = "time.documents.4k,host.waits"
@@ -133,7 +193,8 @@ def test_a_watch_that_names_nobody_is_red(tmp_path, what):
 
 
 def test_faults_are_named_and_a_late_rank_is_not(tmp_path):
-    code, answer = accept(tmp_path, "nothing", "--only", "faults")
+    only = ",".join(f"faults.{fault}" for fault in ("kill", "stop", "raise", "late"))
+    code, answer = accept(tmp_path, "nothing", "--only", only)
     assert (code, reds(answer)) == (0, []), answer["lines"]
     assert len(answer["lines"]) == 4
 

@@ -24,7 +24,7 @@ from tests.gpu.page import show
 from tests.gpu.session import LostRanksError, Session, select
 from tests.gpu.site import Site
 
-SECTIONS = ("operators", "exact", "memory", "time", "host", "faults")
+SECTIONS = ("operators", "exact", "long", "training", "memory", "time", "host", "faults")
 SITE, SESSION = pytest.StashKey[Site](), pytest.StashKey[Session]()
 
 
@@ -109,10 +109,11 @@ def pytest_runtestloop(session):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run the test here and on the other ranks, and fail or skip where any of them did."""
-    session, needs = pyfuncitem.config.stash[SESSION], pyfuncitem.get_closest_marker("ranks")
+    session = pyfuncitem.config.stash[SESSION]
+    least_ranks = max((marker.args[0] for marker in pyfuncitem.iter_markers("ranks")), default=1)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     try:
-        outcome = session.run(line_name(pyfuncitem), needs.args[0] if needs else 1, pyfuncitem.obj, arguments)
+        outcome = session.run(line_name(pyfuncitem), least_ranks, pyfuncitem.obj, arguments)
     except LostRanksError as error:
         session.end()
         pyfuncitem.session.shouldfail = str(error)

@@ -20,6 +20,10 @@ from longspan.kernels.cuda_flash import implementation
 from tests.gpu.site import Site
 
 SETTINGS = re.compile(r"(TORCH_)?NCCL_\w+|GLOO_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|OMP_NUM_THREADS")
+PACKAGES = (
+    "torch", "numpy", "triton", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-linear-attention", "mamba-ssm", "causal-conv1d",
+)  # fmt: skip
 PLAIN_VALUE = re.compile(r"[\w:,.^=-]{1,40}")
 """Other values of variables may be paths or addresses, and are not shown."""
 
@@ -53,7 +57,7 @@ def facts(site: Site) -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"longspan": longspan.__version__, "python": platform.python_version()}
-    for name in ("torch", "numpy", "triton"):
+    for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""A rank of a small job with a fault: `python -m tests.gpu.fault_rank RANK SIZE PORT FAULT BACKEND`.
+"""A rank of a small job with a fault: `python -m tests.gpu.fault_rank RANK SIZE PORT FAULT BACKEND [HOST]`.
 
-Each rank makes one correct call; then the victim is killed, is stopped, raises or is late, and the others print which
-error they got, and when. They stay until their stdin closes, so that no rank learns of a fault by another's exit.
+Each rank makes one correct call and is ready; when its stdin has a line, the victim is killed, is stopped, raises or is
+late, and the others print which error they got, and when. They stay until their stdin closes, so that no rank learns of
+a fault by another's exit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 KILL, STOP, RAISE, LATE = "kill", "stop", "raise", "late"
 VICTIM = 1
+LOOPBACK = "127.0.0.1"
 LATE_SECONDS = 4.0
 """Longer than a rank may be stopped before it is named: one that is only busy must not be."""
 MISTAKE = "this rank raises on purpose"
@@ -25,6 +27,7 @@ def report(word: str, text: str = "") -> None:
 
 
 def strike(fault: str) -> None:
+    sys.stdin.readline()  # when every rank is ready
     report("struck")
     if fault == KILL:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +55,20 @@ def one_call(group: Any, device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(rank: int, size: int, port: int, fault: str, backend: str) -> None:
+def exactness(group: Any) -> str:
+    """Return the largest share of the rounding budget that was used, or the first difference from one device."""
+    import longspan as ls
+    from longspan.verification import verify
+
+    mask, size = ls.masks.documents([70, 9, 49]) & ls.masks.causal(), group.size()
+    layout = ls.layouts.balanced(mask, world_size=size)
+    plan = ls.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=16, dtype="float32", scheme="hybrid(2)")
+    found = verify(lambda q, k, v: ls.attention(q, k, v, plan, group=group), None, plan, group=group, probes=1)
+    return f"{max(check.ratio for check in found.checks):.2f}" if found.ok else found.findings[0].where()
+
+
+def run(rank: int, size: int, port: int, fault: str, backend: str, host: str = LOOPBACK) -> None:
+    """Take part in the job. Its store is on loopback, or, on another host, in the process of rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -62,14 +78,15 @@ def run(rank: int, size: int, port: int, fault: str, backend: str) -> None:
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"
     if device != "cpu":
         torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+    has_store = host != LOOPBACK and rank == 0
+    store = dist.TCPStore(host, port, size, is_master=has_store, wait_for_workers=False)
     dist.init_process_group(backend, store=dist.PrefixStore(fault, store), rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
     try:
         with training.watch(group):
             one_call(group, device)
-            report("ready")
+            report("ready", "" if host == LOOPBACK else exactness(group))
             if rank == VICTIM:
                 strike(fault)
             one_call(group, device)
@@ -81,6 +98,6 @@ def run(rank: int, size: int, port: int, fault: str, backend: str) -> None:
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:4]]
-    run(numbers[0], numbers[1], numbers[2], *sys.argv[4:6])
+    run(numbers[0], numbers[1], numbers[2], *sys.argv[4:])
     sys.stdin.read()
     os._exit(0)

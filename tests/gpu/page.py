@@ -1,4 +1,6 @@
-"""The page of a run: facts, one row for every test, and how to repeat one; as text, as Markdown and as JSON.
+"""The page of a run: facts, a row for every section, and the lines that are red or were not run; then all lines.
+
+It is printed, and written as Markdown and as JSON.
 
 Names of hosts and people, addresses and paths are removed from every text, so that the page can be published.
 """
@@ -26,6 +28,15 @@ _ADDRESS = re.compile(
     r"(?<![\w.])\[?(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,7})\]?(?::\d+)?(?![\w.])"
 )
 MAX_TEXT = 600
+ROUNDING = ("used", "of what rounding explains")
+WORST = {
+    "operators": ROUNDING, "exact": ROUNDING, "long": ROUNDING, "training": ROUNDING,
+    "memory": ("used", "of the memory that was allowed"),
+    "time": ("times", "the predicted time"),
+    "host": ("times", "of the device's time"),
+    "faults": ("times", "of the promised time"),
+}  # fmt: skip
+"""By section: the figure in which lines are compared with each other, and what it is a multiple of."""
 
 
 def private_words() -> set[str]:
@@ -77,6 +88,27 @@ class Report:
         quick = " --quick" if self.quick else ""
         return f"torchrun --nproc-per-node {self.ranks} -m longspan acceptance{quick} --only {name}"
 
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return for each section how many lines have which verdict, and the line with the least margin."""
+        table: dict[str, dict[str, Any]] = {}
+        for name, outcome, _ in self.rows:
+            section = name.partition(".")[0]
+            row = table.setdefault(section, {**dict.fromkeys(VERDICTS, 0), "worst": None, "worst_line": None})
+            row[outcome.verdict] += 1
+            key, _ = WORST.get(section, ROUNDING)
+            value = outcome.times if key == "times" else outcome.figures.get(key)
+            if value is not None and (row["worst"] is None or value > row["worst"]):
+                row["worst"], row["worst_line"] = value, name
+        return table
+
+    def skipped(self) -> dict[str, list[str]]:
+        """Return the names of lines that were not run, by reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, outcome, _ in self.rows:
+            if outcome.verdict == "not run":
+                reasons.setdefault(outcome.text, []).append(name)
+        return reasons
+
     def as_dict(self) -> dict[str, Any]:
         lines = []
         for name, outcome, seconds in self.rows:
@@ -85,7 +117,7 @@ class Report:
             lines.append({**start, **values, "seconds": round(seconds, 3), "repeat": self.repeat(name)})
         return {
             "ok": self.ok, "complete": self.is_complete, "quick": self.quick, "seconds": round(self.seconds, 1),
-            "facts": self.facts, "lines": lines,
+            "facts": self.facts, "sections": self.sections(), "lines": lines,
         }  # fmt: skip
 
     def summary(self) -> str:
@@ -117,17 +149,49 @@ def _fact_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
 
 
+SECTION_HEADS = ("section", "right", "slower", "wrong", "not run", "worst")
+
+
+def section_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return the cells of the table of sections, under SECTION_HEADS."""
+    rows: list[tuple[str, ...]] = []
+    for section, row in report.sections().items():
+        numbers = row["right"], row["slower"], row["too slow"] + row["wrong"], row["not run"]
+        worst = ""
+        if row["worst"] is not None:
+            worst = f"{row['worst']:.2f} {WORST.get(section, ROUNDING)[1]} ({row['worst_line']})"
+        rows.append((section, *(str(number or "") for number in numbers), worst))
+    return rows
+
+
+def figure_rows(report: Report) -> list[tuple[str, str]]:
+    """Return the measured figures that no verdict shows."""
+    names = {"time.links": "links, measured", "time.calibration": "calibrated", "time.overlap": "overlap"}
+    rows = [(names[name], outcome.text) for name, outcome, _ in report.rows if name in names and not outcome.is_red]
+    for name, outcome, _ in report.rows:
+        new, warm = (outcome.figures.get(key) for key in ("new_seconds", "warm_seconds"))
+        if new and warm:
+            rows.append(("a new batch", f"{times(new / warm)} the time of the same again ({name})"))
+    return rows
+
+
 def show(report: Report, screen: Screen) -> None:
-    """Print the page."""
-    screen.title(report.summary())
-    screen.facts(fact_rows(report.facts))
-    screen.text()
+    """Print all lines, then the page."""
     columns = [Column("line", right=False), Column("took"), Column("verdict", right=False)]
     rows = [
         Row((name, seconds_text(seconds), verdict_text(outcome)), rest=outcome.text)
         for name, outcome, seconds in report.rows
     ]
     screen.table(columns, rows)
+    screen.text()
+    screen.title(report.summary())
+    screen.facts([*fact_rows(report.facts), *figure_rows(report)])
+    screen.text()
+    heads = [Column(head, right=0 < number < 5) for number, head in enumerate(SECTION_HEADS)]
+    screen.table(heads, [Row(cells) for cells in section_rows(report)])
+    for reason, names in report.skipped().items():
+        screen.text()
+        screen.text(f"not run: {', '.join(names)}: {reason}")
     for name, outcome, _ in report.reds:
         screen.text()
         screen.text(f"{name}: {verdict_text(outcome)}. {outcome.text}")
@@ -135,15 +199,22 @@ def show(report: Report, screen: Screen) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Return the page as Markdown."""
+    """Return the page as Markdown, and all lines below it."""
     lines = [f"# longspan acceptance: {report.summary()}", "", "| fact | |", "|---|---|"]
-    lines += [f"| {label} | {_cell(text)} |" for label, text in fact_rows(report.facts)]
-    lines += ["", "| line | verdict | found | took |", "|---|---|---|---|"]
+    lines += [f"| {label} | {_cell(text)} |" for label, text in [*fact_rows(report.facts), *figure_rows(report)]]
+    lines += ["", f"| {' | '.join(SECTION_HEADS)} |", "|---|---:|---:|---:|---:|---|"]
+    lines += [f"| {' | '.join(map(_cell, cells))} |" for cells in section_rows(report)]
+    for name, outcome, _ in report.reds:
+        lines += ["", f"- **{name}: {verdict_text(outcome)}.** {outcome.text}", f"  `{report.repeat(name)}`"]
+    for reason, names in report.skipped().items():
+        lines += ["", f"- not run: {', '.join(names)}: {reason}"]
+    lines += ["", "<details><summary>all lines</summary>", ""]
+    lines += ["| line | verdict | found | took |", "|---|---|---|---|"]
     for name, outcome, seconds in report.rows:
         verdict = f"**{verdict_text(outcome)}**" if outcome.is_red else verdict_text(outcome)
         lines.append(f"| {name} | {verdict} | {_cell(outcome.text)} | {seconds_text(seconds)} |")
     example = next((name for name, _, _ in [*report.reds, *report.rows]), "LINE")
-    lines += ["", "Repeat one line by its name:", "", "```", report.repeat(example), "```", ""]
+    lines += ["", "</details>", "", "Repeat one line by its name:", "", "```", report.repeat(example), "```", ""]
     return "\n".join(lines)
 
 

@@ -97,6 +97,10 @@ class Site:
         """Sizes of the bfloat16 tensors that times and memory are measured with."""
         return Sizes(32, 8, 128, 128, 2) if self.is_gpu else Sizes(8, 4, 64, 64, 2)
 
+    @staticmethod
+    def tokens(size: str) -> int:
+        return tokens_of(size)
+
     def record(self, text: str, **figures: Any) -> None:
         """Set the sentence and the numbers that the page shows for this test."""
         self.outcome = Outcome("right", text, figures)
@@ -107,7 +111,7 @@ class Site:
 
     def plan(self, mask_name: str, size: str, scheme: str = "exchange") -> Plan:
         """Return the plan of a workload. It does not depend on this rank's machine, since the scheme is named."""
-        tokens, s = tokens_of(size), self.sizes
+        tokens, s = self.tokens(size), self.sizes
         if mask_name == "documents":
             mask = masks.documents(drawn_lengths("longtail", tokens).tolist()) & masks.causal()
         elif mask_name == "window":
@@ -125,6 +129,14 @@ class Site:
         assert isinstance(group, dist.ProcessGroup)
         self._groups.append(group)
         return group
+
+    def part_of(self, members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return this rank's group among new groups of some ranks each."""
+        groups = [dist.new_group(list(ranks), timeout=GROUP_TIMEOUT, backend=self.ranks.backend) for ranks in members]
+        mine = next(group for group, ranks in zip(groups, members, strict=True) if self.ranks.rank in ranks)
+        assert isinstance(mine, dist.ProcessGroup)
+        self._groups.append(mine)
+        return mine
 
     @property
     def num_groups(self) -> int:

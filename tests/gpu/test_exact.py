@@ -97,7 +97,10 @@ def test_first_call(site: Site, backend: str) -> None:
     [
         *("ring", "exchange"),
         *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("all_gather", "all_to_all")),
-        pytest.param("hybrid(2)", id="hybrid", marks=[pytest.mark.slow, pytest.mark.ranks(4)]),
+        *(
+            pytest.param(f"hybrid(2, {inner})", id=f"hybrid.{inner}", marks=[pytest.mark.slow, pytest.mark.ranks(4)])
+            for inner in ("ring", "exchange", "all_gather")
+        ),
     ],
 )
 def test_scheme(site: Site, scheme: str) -> None:
@@ -135,6 +138,33 @@ def test_group(site: Site, backend: str) -> None:
     group, dtype = site.group(backend), dtypes(site)[0]
     cases = masks_of(num_tokens(site))
     judge(site, {name: verify_plan(site, build_plan(site, cases[name], "auto", dtype), group) for name in cases})
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "inner", [pytest.param(True, id="cp_inside_tp"), pytest.param(False, id="tp_inside_cp", marks=pytest.mark.slow)]
+)
+def test_part(site: Site, inner: bool) -> None:
+    """The sequence is split over half of the ranks, heads over the other axis, which has collectives in between."""
+    half = site.ranks.size // 2
+    one, other = [[*range(half)], [*range(half, 2 * half)]], [[rank, rank + half] for rank in range(half)]
+    if not inner:  # the sequence over neighbours of neighbours, heads over neighbours
+        one, other = [[*range(0, 2 * half, 2)], [*range(1, 2 * half, 2)]], [[2 * r, 2 * r + 1] for r in range(half)]
+    if site.ranks.size % 2:
+        pytest.skip(f"it needs an even number of ranks, and there are {site.ranks.size}")
+    cp, tp = site.part_of(one), site.part_of(other)
+    mask = masks_of(num_tokens(site))["documents"]
+    layout = layouts.balanced(mask, world_size=half, seq_len=num_tokens(site))
+    work = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtypes(site)[0], scheme="auto")
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        count = torch.ones(1, device=site.ranks.device)
+        dist.all_reduce(count, group=tp)
+        assert int(count) == 2, f"{int(count)} ranks of 2 answered"
+        return attention(q, k, v, work, group=cp)
+
+    report = verify(call, None, work, group=cp, probes=1, draw=tp.rank(), device=site.ranks.device)
+    judge(site, {f"groups of {half}": report})
 
 
 def test_repeat(site: Site) -> None:

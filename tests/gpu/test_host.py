@@ -29,7 +29,7 @@ LIMITS = (0.5, 1.0)
 
 
 def plans(site: Site) -> list[tuple[str, Plan]]:
-    return [(mask, site.plan(mask, "256k" if site.is_gpu else "2k")) for mask in ("causal", "documents", "window")]
+    return [(mask, site.plan(mask, "256k" if site.is_gpu else "1k")) for mask in ("causal", "documents", "window")]
 
 
 def one_pass(run: MeasuredRun, group: Any, direction: str, out: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 
 import longspan
 import tests.gpu.conftest
+from longspan import kernels
 from longspan.cli import main
 from longspan.cli.launch import JobRanks
 from longspan.errors import LongspanError
@@ -27,6 +28,7 @@ from tests.gpu import (
     guard_zones,
     page,
     programs,
+    sampled,
     session,
     site,
     test_exact,
@@ -157,7 +159,7 @@ def test_every_tensor_is_compared(tensor, dtype):
 def test_cases_have_what_plans_make():
     names = {case.name for case in FULL}
     assert {"causal", "window", "rectangle", "single row", "200 slices", "blind rows", "strided", "sliced"} <= names
-    assert {case.dims[0] for case in FULL} == {64, 96, 128, 192, 256}
+    assert {case.dims for case in FULL} >= {(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)}
     assert {case.heads[0] // case.heads[1] for case in FULL} >= {1, 4, 8}
     assert {case.layout for case in FULL} == set(LAYOUTS)
     for case in FULL:
@@ -201,7 +203,7 @@ def test_the_worst_rank_decides():
     assert worst([right("fine", used=0.2)] * 3) == right("fine", used=0.2)
 
 
-@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact])
+@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact, test_memory])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -235,13 +237,15 @@ def test_names_of_lines_are_unique_and_sections_whole(lines, device):
 
 def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
     names = lines("cuda:0")
-    assert len(names) == 57
+    assert len(names) == 91
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
     assert {"exact.group.nccl", "exact.group.mixed", "faults.kill.nccl", "faults.kill.gloo"} <= set(names)
-    assert {name.split(".")[1] for name in names if name.startswith("operators.")} == {
-        "varlen", "efficient", "flash", "cudnn", "flex", "reference",
-    }  # fmt: skip
+    with_lines = {name.split(".")[1] for name in names if name.startswith("operators.")}
+    assert with_lines == set(kernels._KERNELS) - {"cpu_flash"}
+    assert {f"long.{name}" for name in ("fa3", "fa4", "cudnn_varlen", "varlen", "varlen.FA3", "varlen.FA4")} <= set(
+        names
+    )
     assert {"time.causal.1M", "time.documents.64k", "time.window.256k"} <= set(names)
 
 
@@ -250,10 +254,18 @@ def test_lines_are_chosen_by_name_or_beginning(lines):
     assert lines("cpu", "--quick", "--only", "faults") == ["faults.kill.gloo"]
     assert lines("cpu", "--quick", "--only", "faults.late.gloo") == ["faults.late.gloo"]
     faults = lines("cpu", "--only", "faults, host.waits")
-    assert faults == ["host.waits", *(f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))]
+    kinds = (f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))
+    assert faults == ["host.waits", *kinds, "faults.two_hosts"]
     for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
         with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, faults"):
             select({"exact.ring": False, "faults": False}, unknown, quick=False)
+
+
+def test_new_batches_differ_however_short():
+    batches = [tuple(test_memory.packed_lengths(tokens, number)) for tokens in (384, 1 << 16) for number in range(100)]
+    assert len(set(batches)) == 200
+    assert {sum(lengths) for lengths in batches} == {384, 1 << 16}
+    assert all(min(lengths) > 0 for lengths in batches)
 
 
 def test_ranks_without_messages_are_in_the_first_call():
@@ -261,6 +273,52 @@ def test_ranks_without_messages_are_in_the_first_call():
         made = test_exact.quiet_plan(size, "float32")
         busy = {r for r in range(size) if made.bytes_received(r) or made.bytes_received(r, "backward")}
         assert busy == {0, 1}
+
+
+# ---- samples of long sequences ---------------------------------------------------------------------------------------
+
+
+def sampled_call(dtype, lengths=(300, 17, 195), dims=(24, 16)):
+    """What a call of one rank takes and returns, on a layout with padding."""
+    tokens, draw = sum(lengths), torch.Generator().manual_seed(1)
+    mask = longspan.masks.documents(list(lengths)) & longspan.masks.causal()
+    layout = longspan.layouts.contiguous(tokens, 1)
+    plan = longspan.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
+    shapes = {"q": (4, dims[0]), "k": (2, dims[0]), "v": (2, dims[1]), "dout": (4, dims[1])}
+    tensors = {
+        name: torch.randn(1, heads, tokens, dim, generator=draw).to(dtype).requires_grad_(name != "dout")
+        for name, (heads, dim) in shapes.items()
+    }
+    inputs = [tensors[name] for name in "qkv"]
+    out, lse = longspan.attention(*inputs, mask, return_lse=True)
+    grads = torch.autograd.grad(out, inputs, tensors["dout"])
+    tensors |= {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return sampled.Shard(Site(ALONE, quick=True), plan, documents, {name: x.detach() for name, x in tensors.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_samples_of_a_right_call_pass(dtype):
+    shard = sampled_call(dtype)
+    assert all(check.ratio < 0.6 for seed in range(5) for check in sampled.check_samples(shard, seed))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1 + 1e-4), (torch.bfloat16, 1.1)], ids=str)
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_samples_see_every_tensor(name, dtype, factor):
+    shard = sampled_call(dtype)
+    shard.tensors[name] *= factor
+    wrong = {check.tensor for check in sampled.check_samples(shard, 0) if not check.ratio <= 1}
+    assert name in wrong
+    assert name in ("out", "lse") or wrong == {name}
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_samples_see_a_tenth_of_the_rows(name):
+    """As if one message had been lost."""
+    shard = sampled_call(torch.bfloat16)
+    shard.tensors[name][:, :, 100:151] = 0
+    assert any(not check.ratio <= 1 for check in sampled.check_samples(shard, 0) if check.tensor == name)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -315,6 +373,21 @@ def test_the_page_says_how_to_repeat_a_line_and_whether_it_is_accepted():
     assert lines[1]["repeat"].endswith("--only exact.line1")
 
 
+def test_the_page_counts_sections_and_gives_reasons_and_worst_figures():
+    found = report_of(
+        right("a", used=0.2), right("b", used=0.4), wrong("dq is off"), Outcome("not run", "needs 4 ranks")
+    )
+    found.add("time.causal.64k", compare_times(1.6, (1.25, 2.0), "slow"), 1.0)
+    found.add("memory.batches.exchange", right("c", used=0.1, new_seconds=3.0, warm_seconds=1.5), 1.0)
+    page = markdown(found).partition("<details>")[0]
+    assert "| exact | 2 |  | 1 | 1 | 0.40 of what rounding explains (exact.line1) |" in page
+    assert "| time |  | 1 |  |  | 1.60 the predicted time (time.causal.64k) |" in page
+    assert "not run: exact.line3: needs 4 ranks" in page
+    assert "exact.line2: WRONG.** dq is off" in page
+    assert "| a new batch | 2.0x the time of the same again (memory.batches.exchange) |" in page
+    assert found.as_dict()["sections"]["exact"]["worst_line"] == "exact.line1"
+
+
 def test_files_are_whole(tmp_path):
     write(report_of(right("fine")), tmp_path / "found")
     assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
@@ -349,7 +422,7 @@ def test_lines_are_listed_without_a_launcher(capsys):
     assert main(["acceptance", "--list"]) == 0
     names = capsys.readouterr().out.split()
     assert "exact.first_call.gloo" in names
-    assert len(names) == 36
+    assert len(names) == 55
 
 
 def test_without_a_checkout_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):

@@ -1,10 +1,11 @@
 """Is this machine ready? Runs `pytest tests/gpu` of a checkout on all ranks: a verdict for every test.
 
-  torchrun --nproc-per-node 8 -m longspan acceptance                    # ten minutes on GPUs, a page and a JSON file
+  torchrun --nproc-per-node 8 -m longspan acceptance                    # a quarter of an hour on GPUs
   torchrun --nproc-per-node 8 -m longspan acceptance --only exact.ring  # one line again, by its name
-  torchrun --nproc-per-node 4 -m longspan acceptance --quick            # under a minute on CPUs
+  torchrun --nproc-per-node 4 -m longspan acceptance --quick            # about a minute on CPUs
 
-The page names no host, no person and no path: paste it into an issue. Exit code 1: a line is red.
+It writes one page and a JSON file. They name no host, no person and no path: paste them into an issue. Exit code 1: a
+line is red.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from longspan.errors import LongspanError
 
 def add_arguments(parser: Any) -> None:
     """Add the options to this command's parser, and to pytest's (tests/gpu/conftest.py)."""
-    parser.add_argument("--quick", action="store_true", help="fewer cases, bare kernels, one fault: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, bare kernels, one fault: about a minute")
     parser.add_argument("--only", metavar="LINES", help="lines by name, or by the start of it: exact.ring,faults")
     parser.add_argument("--list", action="store_true", help="print the names of all lines, and run none")
     parser.add_argument(

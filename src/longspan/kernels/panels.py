@@ -29,6 +29,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,10 @@ class Guarded:
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
         return self.kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
+
+    @property
+    def index_arrays(self) -> Callable[..., Any] | None:
+        return getattr(self.kernel, "index_arrays", None)
 
     def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
         return self.kernel.groups(tiles, num_q, num_k)
