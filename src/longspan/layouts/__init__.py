@@ -3,6 +3,7 @@
 from longspan.layouts.balance import balanced
 from longspan.layouts.layout import Layout
 from longspan.layouts.patterns import contiguous, like_dtensor, per_document, round_robin_by_work, striped, zigzag
+from longspan.layouts.placement import whole_documents
 
 __all__ = [
     "Layout",
@@ -12,5 +13,6 @@ __all__ = [
     "per_document",
     "round_robin_by_work",
     "striped",
+    "whole_documents",
     "zigzag",
 ]
