@@ -67,9 +67,8 @@ MUTANTS = {
     "a time that is not known is taken": (recommend.Request.__post_init__, "if None not in whys:", "if False:"),
     "any number of GPUs": (recommend.Request.__post_init__, "self.gpus < 1 or ", ""),
     "PyTorch's kernel is not named": (recommend.recommend, "own if best", "None if best"),
-    "memory of cuDNN is known": (recommend.Planned.with_recipe, "is not None for", "is not 0 for"),
+    "memory of cuDNN is known": (recommend.Planned.with_recipe, "is_known = all(", "is_known = True or all("),
     "the one that needs most is the least": (recommend.thriftiest, "min(found", "max(found"),
-    "fewer GPUs would do": (recommend.ways_to_fit, "gpus > request.gpus and ", ""),
     "more GPUs are said without a check": (
         recommend.ways_to_fit, "if found is not None and found.memory.peak.size <= room:", "if found is not None:"
     ),

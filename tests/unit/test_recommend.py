@@ -161,6 +161,9 @@ def test_what_would_fit_is_said_and_fits():
     fewer = [gpus for gpus in search.numbers_of_gpus(8) if 4 < gpus < number]
     assert not any(recommend(replace(request, gpus=gpus)).best for gpus in fewer)
     assert recommend(asked(seq_len=1 << 20, gpus=4)).best == () or options["--seq"].option == "--seq 1M"
+    for memory in (20, 26, 32, 40):
+        tight = asked(seq_len=1 << 20, gpus=8, memory=memory)
+        assert all(peak(way.configuration) <= tight.room for way in itertools.islice(ways_to_fit(tight), 1))
 
 
 def test_adapters_are_proposed_where_they_are_what_is_missing():
@@ -225,7 +228,7 @@ def test_nothing_fits_on_a_screen(plan):
     code, out, _ = plan("--model", "llama3-8b", "--seq", "3700000", "--gpus", "8")
     text = " ".join(out.split())
     assert code == 1
-    assert "fits no: the least that was found is" in text
+    assert "fits in 80 GB: no, because the smallest need of all configurations is" in text
     assert "needs --gpus 16 or --gpu h200 or --seq 2M" in text
     assert "torchrun" not in out
     found = json.loads(plan("--model", "llama3-8b", "--seq", "3700000", "--gpus", "8", "--json")[1])

@@ -66,10 +66,10 @@ def show(
     screen.title(f"{name} in training, {workload.seq_len:,} tokens on {format_count(request.gpus, 'GPU')}")
     screen.facts(list(_facts(found, workload, price)))
     screen.text()
-    shown = found.best or ((found.least,) if found.least else ())
+    shown = [*found.best] or [one for one in (found.least,) if one is not None]
     heads, words = ("memory", "host", "step", "tokens/s"), ("kernel", "scheme", "ckpt", "offload", "MLP")
     columns = (Column("dp x cp", False), *map(Column, heads), *(Column(word, False) for word in words))
-    screen.table(columns, [_row(one, bool(found.best) and one is shown[0]) for one in shown])
+    screen.table(columns, [_row(one, one in found.best[:1]) for one in shown])
     screen.text()
     if found.best:
         screen.text("To run the first:")
@@ -77,17 +77,14 @@ def show(
         screen.code(config_lines(found.best[0], name, request))
         screen.text()
     unknown = "" if all(one.memory_known for one in shown) else " What cuDNN allocates is not known, and not counted."
-    bound = " What Adam takes on the host is not known: those times are lower bounds." if _is_bound(shown) else ""
+    is_bound = any(one.time.at_least for one in shown)
+    bound = " What Adam takes on the host is not known: those times are lower bounds." if is_bound else ""
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Times are simulated; memory and host are of one GPU,"
         " and whether the host has as much is not checked. FSDP2 shards over all GPUs. Not searched: tensor, pipeline"
         f" and expert parallel, and FP8, which are not modelled.{bound}{unknown}",
         *notes,
     ))  # fmt: skip
-
-
-def _is_bound(shown: tuple[Configuration, ...]) -> bool:
-    return any(one.time.at_least for one in shown)
 
 
 def _facts(found: Recommendation, workload: Workload, price: float | None) -> Iterator[tuple[str, str]]:
@@ -109,14 +106,14 @@ def _facts(found: Recommendation, workload: Workload, price: float | None) -> It
             yield "kernel", f"{needs}; without it, {own.machine.kernel}: {_time_text(own)} ({_mesh_text(own)})"
         return
     if found.least is None:
-        yield "fits", f"no: {request.scheme} takes none of the meshes; leave --scheme out"
+        yield "fits", f"no, because {request.scheme} takes none of the meshes; leave --scheme out"
         return
     peak = found.least.memory.peak
     most = max(peak.lines, key=lambda line: line.size)
     yield (
         "fits",
-        f"no: the least that was found is {bytes_text(peak.size)} ({peak.name}, {bytes_text(most.size)} of it"
-        f" {most.name}), {bytes_text(peak.size - request.room)} too much",
+        f"in {request.memory} GB: no, because the smallest need of all configurations is {bytes_text(peak.size)}"
+        f" ({peak.name}, {bytes_text(most.size)} of it {most.name}), {bytes_text(peak.size - request.room)} too much",
     )
     options = [way.option for way in found.ways]
     yield "needs", " or ".join(options) if options else "nothing that was tried makes it fit"
