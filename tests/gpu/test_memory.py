@@ -111,7 +111,7 @@ def test_peak(site: Site, scheme: str, mask: str) -> None:
 def test_batches(site: Site, scheme: str) -> None:
     """Packed batches that all differ: what stays in memory when all are over, and a new batch's time beside a warm one.
 
-    Tables of plans stay, up to a limit. Beside them, all batches together may leave less than the queries of one.
+    Tables of plans stay, up to a limit. All other tensors that stay must be smaller than the queries of one batch.
     On CPUs plans have no tables, so their programs also run on meta tensors, which stand for those of a GPU."""
     num = BATCHES["cuda" if site.is_gpu else "cpu"][not site.quick]
     tokens, group, s = site.tokens("64k") if site.is_gpu else 512, site.group(), site.sizes
@@ -157,7 +157,7 @@ def test_batches(site: Site, scheme: str) -> None:
     )
     site.record(text, used=used, table_bytes=tables, other_bytes=others, new_seconds=new, warm_seconds=warm)
     if used > 1:
-        pytest.fail(f"{text}; allowed: {bytes_text(one_batch)} beside tables, {bytes_text(MAX_GROWTH)} in all")
+        pytest.fail(f"{text}; allowed: {bytes_text(one_batch)} in other tensors, {bytes_text(MAX_GROWTH)} in all")
 
 
 def packed_lengths(tokens: int, number: int) -> list[int]:
