@@ -11,7 +11,7 @@ and ranks has the same sum, if each micro-batch counts by its share of the label
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -116,8 +116,7 @@ class Batches(Sequence[BatchStep]):
     def __getitem__(self, index: slice) -> Batches: ...
     def __getitem__(self, index: int | slice) -> BatchStep | Batches:
         if isinstance(index, slice):
-            fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-            return Batches(**{**fields, "numbers": self.numbers[index]})
+            return replace(self, numbers=self.numbers[index])
         number = self.numbers[index]
         parts = self.parts[self.edges[number] : self.edges[number + 1]]
         labels = int(parts[:, 3].sum())
