@@ -20,6 +20,8 @@ from longspan.errors import (
     RankError,
     ScheduleError,
 )
+from longspan.planning.batches import MicroBatch as _MicroBatch
+from longspan.planning.batches import batches
 from longspan.planning.plan import Plan
 from longspan.planning.scan_plan import ScanPlan as _ScanPlan
 from longspan.recurrences import gated_delta_rule, linear_attention, linear_recurrence, scan, scan_plan, ssd
@@ -41,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "Span",
     "attention",
+    "batches",
     "block_mask",
     "causal_conv1d",
     "conv_plan",
@@ -111,6 +114,11 @@ def _prepare(self: Plan, rank: int, device: _Any = "cpu", *, kernel: str = "auto
     ops.prepare(self, int(rank), torch.device(device), kernel, backward=backward)
 
 
+def _plan_of(self: _MicroBatch, **sizes: _Any) -> Plan:
+    return plan(self.mask, self.layout, **sizes)
+
+
+_MicroBatch.plan = _cast(_Any, _plan_of)
 Plan.prepare = _cast(_Any, _prepare)
 Plan.shard = _cast(_Any, _shard)  # a method, which the declaration there writes without its plan
 for _kind in (masks.Mask, layouts.Layout, Plan, _ScanPlan):

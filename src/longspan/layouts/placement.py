@@ -320,7 +320,7 @@ def divide(
     tokens, works = tokens[order] * (total / tokens.sum()), works[order] * (total / works.sum())
     bundle = _bundles(tokens)
     num = int(bundle[-1]) + 1
-    n, w = np.bincount(bundle, tokens, num), np.bincount(bundle, works, num)
+    n, w = (np.bincount(bundle, x, num).astype(np.float64) for x in (tokens, works))
     few, much = sizes.astype(np.float64), sizes.astype(np.float64)  # what groups lack: tokens and work
     slip_few, slip_much = few * allowed[0], much * allowed[1]
     room_few, room_much = few + slip_few, much + slip_much

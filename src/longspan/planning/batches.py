@@ -1,0 +1,296 @@
+"""Batches: which documents every step and micro-batch of an epoch has, as a function of lengths and step number.
+
+All ranks are one group. Documents are taken in order until a step has its tokens; the step's documents are packed into
+micro-batches of about equal cost, and `layouts.whole_documents` places those of a micro-batch on ranks. Nothing is sent
+and nothing remembered: every rank computes the same steps alone, and any step without the ones before it.
+
+The loss of a step is a sum over its labels, divided by their number. Any partition of the documents into micro-batches
+and ranks has the same sum, if each micro-batch counts by its share of the labels: its `weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longspan.errors import PlanError
+from longspan.layouts import Layout, whole_documents
+from longspan.masks import Mask, causal, documents
+from longspan.masks.document_rows import document_edges
+from longspan.spans import Ints, check_int, truncated_repr
+
+if TYPE_CHECKING:
+    from longspan.planning.plan import Plan
+
+PAIR_COST = 1 / (6 * 4096)
+"""Cost of an attention pair, in units of a token's cost in all other layers: 1 / (6 * hidden size) in transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Documents that one forward and backward pass computes, on all ranks."""
+
+    documents: Ints
+    """The number of each document, in the order in which they are packed."""
+    starts: Ints
+    """The first token of each; not 0 for the later parts of a document that was cut."""
+    lengths: Ints
+    """The tokens of each."""
+    labels: int
+    """How many tokens have a label."""
+    weight: float
+    """Its share of the step's labels: multiply the mean loss by it before backward."""
+    ranks: int
+    ranks_per_node: int
+    causal: bool
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank holds which tokens of the packed documents."""
+        return whole_documents(
+            self.lengths, world_size=self.ranks, ranks_per_node=self.ranks_per_node, causal=self.causal
+        )
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Tokens attend to their own document, and if causal to earlier tokens only."""
+        packed = documents(self.lengths)
+        return packed & causal() if self.causal else packed
+
+    if TYPE_CHECKING:
+
+        def plan(self, **sizes: Any) -> Plan:
+            """Return `longspan.plan` of mask and layout; `sizes` are its keyword arguments."""
+            ...
+
+    def __repr__(self) -> str:
+        return f"<micro-batch of {len(self.documents)} documents, {int(self.lengths.sum())} tokens>"
+
+
+@dataclass(frozen=True, eq=False)
+class BatchStep:
+    """The micro-batches between two updates of the optimizer."""
+
+    number: int
+    labels: int
+    """How many tokens have a label, in all micro-batches."""
+    micro_batches: tuple[MicroBatch, ...]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __repr__(self) -> str:
+        return f"<step {self.number}, {len(self)} micro-batches, {self.labels} labels>"
+
+
+@dataclass(frozen=True, eq=False)
+class Batches(Sequence[BatchStep]):
+    """The steps of an epoch. `batches[k]` is step k, and `batches[k:]` the steps from k on, as after a restart."""
+
+    parts: Ints
+    """(document, start, length, labels) of each document or part, in the order of the epoch."""
+    edges: Ints
+    """The first part of each step, and the number of parts."""
+    numbers: range
+    lengths: Ints
+    ranks: int
+    tokens_per_rank: int
+    ranks_per_node: int
+    causal: bool
+    pair_cost: float
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> BatchStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> Batches: ...
+    def __getitem__(self, index: int | slice) -> BatchStep | Batches:
+        if isinstance(index, slice):
+            return replace(self, numbers=self.numbers[index])
+        number = self.numbers[index]
+        parts = self.parts[self.edges[number] : self.edges[number + 1]]
+        labels = int(parts[:, 3].sum())
+        micro_batches = [
+            MicroBatch(
+                part[:, 0], part[:, 1], part[:, 2], int(part[:, 3].sum()), int(part[:, 3].sum()) / max(labels, 1),
+                self.ranks, self.ranks_per_node, self.causal,
+            )
+            for part in self._packed(parts)
+        ]  # fmt: skip
+        return BatchStep(number, labels, tuple(micro_batches))
+
+    def _packed(self, parts: Ints) -> list[Ints]:
+        """Return the parts of each micro-batch: as few as hold the tokens, of about equal cost."""
+        most = self.ranks * self.tokens_per_rank
+        sizes = parts[:, 2].astype(np.float64)
+        costs = sizes * (1 + self.pair_cost * sizes * (0.5 if self.causal else 1.0))
+        order = np.argsort(-costs, kind="stable")
+        for num in range(max(1, -(-int(sizes.sum()) // most)), len(parts) + 1):
+            tokens, cost = np.zeros(num), np.zeros(num)
+            which = np.empty(len(parts), dtype=np.int64)
+            for i in order.tolist():
+                chosen = int(np.where(tokens + sizes[i] <= most, cost, np.inf).argmin())
+                tokens[chosen] += sizes[i]
+                cost[chosen] += costs[i]
+                which[i] = chosen
+            if tokens.max() <= most:
+                return [parts[which == number] for number in range(num)]
+        raise AssertionError("a micro-batch holds every single document")
+
+    def check(self, steps: Iterable[BatchStep]) -> None:
+        """Raise `PlanError` unless these steps have every token of every document of the epoch exactly once, cut no
+        document more often than needed, and weigh micro-batches by their labels.
+        """
+        order = np.lexsort((self.parts[:, 1], self.parts[:, 0]))
+        wanted, pieces = self.parts[order], [self.parts[:0, :3]]
+        labels_of = {(number, start): count for number, start, _, count in wanted.tolist()}
+        for step in steps:
+            labels = 0
+            for micro in step:
+                rows = np.stack((micro.documents, micro.starts, micro.lengths), axis=1)
+                pieces.append(rows)
+                if int(micro.lengths.sum()) > self.ranks * self.tokens_per_rank:
+                    raise PlanError(
+                        f"step {step.number}: a micro-batch must have at most {self.ranks * self.tokens_per_rank}"
+                        f" tokens, but has {int(micro.lengths.sum())}."
+                    )
+                count = sum(labels_of.get((number, start), 0) for number, start, _ in rows.tolist())
+                if micro.labels != count or micro.weight != count / max(step.labels, 1):
+                    raise PlanError(
+                        f"step {step.number}: a micro-batch with {count} of {step.labels} labels must have the weight"
+                        f" {count / max(step.labels, 1)}, but has {micro.labels} labels and the weight {micro.weight}."
+                    )
+                labels += count
+            if step.labels != labels:
+                raise PlanError(f"step {step.number} must have {labels} labels, but has {step.labels}.")
+        found = np.concatenate(pieces)
+        found = found[np.lexsort((found[:, 1], found[:, 0]))]
+        if not np.array_equal(found, wanted[:, :3]):
+            least, parts = (np.bincount(rows[:, 0], minlength=len(self.lengths)) for rows in (wanted, found))
+            tokens = np.bincount(found[:, 0], weights=found[:, 2], minlength=len(self.lengths))
+            wrong = np.flatnonzero((tokens != self.lengths) | (parts != least))
+            which = int(wrong[0]) if len(wrong) else int(found[(found != wanted[:, :3]).any(axis=1)][0, 0])
+            raise PlanError(
+                f"document {which} must have each of its {int(self.lengths[which])} tokens once, in {int(least[which])}"
+                f" parts, but has {int(tokens[which])} tokens in {int(parts[which])} parts."
+            )
+
+
+def batches(
+    lengths: ArrayLike,
+    *,
+    ranks: int,
+    tokens_per_rank: int,
+    tokens_per_step: int | None = None,
+    seed: int = 0,
+    order: ArrayLike | None = None,
+    labels: ArrayLike | None = None,
+    too_long: str = "refuse",
+    ranks_per_node: int = 8,
+    causal: bool = True,
+    pair_cost: float = PAIR_COST,
+    start: int = 0,
+) -> Batches:
+    """Return the steps of an epoch over documents of these lengths: every document exactly once, on all ranks together.
+
+    Short documents stay whole on one rank and long ones are cut over as many as they need, so that there is no degree
+    of data or context parallelism to choose. Every rank makes this call with the same arguments.
+
+    Args:
+        lengths: the tokens of each document of the dataset.
+        ranks: the ranks that run the model, all in one group.
+        tokens_per_rank: limit on the tokens of a micro-batch, as a mean over ranks; a rank may hold 2% more.
+        tokens_per_step: limit on the tokens between two updates of the optimizer. Default: one micro-batch.
+        seed: selects an order of the documents, such as the number of the epoch.
+        order: the numbers of all documents in the order of a sampler, instead of `seed`.
+        labels: the number of labels of each document, if it is not one less than its tokens.
+        too_long: what to do with documents that are longer than a micro-batch or a step: "refuse", or "cut" them into
+            parts that are documents of their own.
+        ranks_per_node: how many ranks share fast links.
+        causal: whether tokens attend to earlier tokens only.
+        pair_cost: the cost of a query attending to a key, in units of a token's cost in all other layers. Micro-batches
+            of a step get about equal cost.
+        start: the number of the first step, to resume an epoch.
+
+    >>> steps = batches([5, 9, 3, 4, 7], ranks=2, tokens_per_rank=8, tokens_per_step=32, order=[0, 1, 2, 3, 4])
+    >>> steps[0], [micro.documents.tolist() for micro in steps[0]], [micro.weight for micro in steps[0]]
+    (<step 0, 2 micro-batches, 23 labels>, [[1, 3], [0, 2, 4]], [0.4782608695652174, 0.5217391304347826])
+    >>> plan = steps[0].micro_batches[0].plan(q_heads=2, kv_heads=1, head_dim=8, dtype="float32")
+    """
+    where = "batches()"
+    sizes = np.diff(document_edges(lengths))
+    check_int(ranks, "ranks", where, PlanError, low=1)
+    check_int(tokens_per_rank, "tokens_per_rank", where, PlanError, low=1)
+    check_int(ranks_per_node, "ranks_per_node", where, PlanError, low=1)
+    check_int(start, "start", where, PlanError)
+    most = ranks * tokens_per_rank
+    if tokens_per_step is None:
+        tokens_per_step = most
+    check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
+    if too_long not in ("refuse", "cut"):
+        raise PlanError(f"too_long must be 'refuse' or 'cut', but got {truncated_repr(too_long)}.")
+    numbers = _shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
+    if numbers.shape != sizes.shape or not np.array_equal(np.sort(numbers), np.arange(len(sizes))):
+        raise PlanError(
+            f"order must have each of the numbers 0 to {len(sizes) - 1} once, but got {truncated_repr(order)}. To leave"
+            f" documents out, leave their lengths out."
+        )
+    limit = min(most, tokens_per_step)
+    parts = _parts(sizes, numbers.astype(np.int64), labels, limit, too_long == "cut")
+    ends, edges = np.cumsum(parts[:, 2]), [0]
+    while edges[-1] < len(parts):  # as many parts as the step has room for
+        before = int(ends[edges[-1] - 1]) if edges[-1] else 0
+        edges.append(max(int(np.searchsorted(ends, before + tokens_per_step, side="right")), edges[-1] + 1))
+    steps = range(len(edges) - 1)
+    if start > len(steps):
+        raise PlanError(f"start must be at most {len(steps)}, the number of steps, but got {start}.")
+    fixed = sizes, ranks, tokens_per_rank, ranks_per_node, causal, pair_cost
+    return Batches(parts, np.array(edges, dtype=np.int64), steps[start:], *fixed)
+
+
+def _shuffled(num: int, seed: int) -> Ints:
+    """Return the numbers below `num` in an order that depends on the seed alone, not on the version of numpy."""
+    x = np.arange(num, dtype=np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+
+
+def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_cut: bool) -> Ints:
+    """Return (document, start, length, labels) in order, with documents above the limit in equal parts."""
+    counts = np.maximum(sizes - 1, 0) if labels is None else np.asarray(labels)
+    if counts.shape != sizes.shape or counts.dtype.kind not in "iu" or ((counts < 0) | (counts > sizes)).any():
+        raise PlanError(
+            f"labels must be a number from 0 to its tokens for each of {len(sizes)} documents, but got"
+            f" {truncated_repr(labels)}."
+        )
+    long = np.flatnonzero(sizes > limit)
+    if len(long) and not is_cut:
+        raise PlanError(
+            f"document {int(long[0])} has {int(sizes[long[0]])} tokens, and {len(long)} documents are longer than the"
+            f" {limit} of a micro-batch or step. Use more ranks, a larger tokens_per_rank or tokens_per_step, or"
+            f" too_long='cut'."
+        )
+    if len(long) and labels is not None:
+        raise PlanError(
+            f"labels must be None if documents are cut, but document {int(long[0])} is: it is not known which part has"
+            f" the labels. Cut it before, and pass the lengths and labels of its parts."
+        )
+    size = sizes[numbers]
+    pieces = np.maximum(-(-size // limit), 1)
+    which = np.repeat(np.arange(len(size), dtype=np.int64), pieces)
+    piece = np.arange(len(which), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin, end = (size[which] * (piece + i) // pieces[which] for i in range(2))
+    count = np.where(pieces[which] > 1, end - begin - 1, counts[numbers][which])
+    return np.stack((numbers[which], begin, end - begin, count), axis=1).astype(np.int64)

@@ -1,0 +1,24 @@
+"""batches() on four ranks: gradients summed over micro-batches and ranks equal those of one device."""
+
+import pytest
+
+from tests.gloo import batches_work as work
+from tests.lanes import NIGHTLY
+from tests.pool import end_all, pool
+
+STEPS = 500 if NIGHTLY else 20
+pytestmark = pytest.mark.timeout(900 if NIGHTLY else 150)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    yield
+    end_all()
+
+
+def test_summed_gradients_are_those_of_one_device():
+    assert max(pool(4).run(work.train, 0, STEPS, timeout=850 if NIGHTLY else 120)) <= 1e-12
+
+
+def test_equal_weights_are_not():
+    assert max(pool(4).run(work.train, 0, 6, "weight")) > 1e-6
