@@ -20,6 +20,7 @@ LINES = {
     "docs/huggingface.md": f"error {SMALL}",
     "docs/hybrids.md": f"off by {SMALL}|logits by 0, with Longspan: True",
     "docs/long_context.md": f"one process by {SMALL}",
+    "docs/long_tailed.md": f"micro-batches, error {SMALL}",
     "docs/packed.md": rf"tokens, loss (\d+\.\d{{3}})\d, one device \1|tokens, error {SMALL}",
     "docs/rl.md": f"differ from one process by {SMALL}",
     "docs/start.md": f"differs from one device by {SMALL}",

@@ -1,0 +1,191 @@
+"""A loader that reads only the documents of this rank, for the micro-batches of `longspan.batches`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from longspan.planning.batches import Batches, BatchStep, MicroBatch
+from longspan.spans import check_int
+from longspan.training.batch import Batch, BatchCut, prefetch
+from longspan.training.groups import BatchError
+
+
+class TokenFile:
+    """Documents that lie one after another in a file of token ids. Only what is read is loaded.
+
+    Args:
+        path: the file; ids of `dtype`, without a header.
+        lengths: the number of tokens of each document, in the order of the file.
+    """
+
+    def __init__(self, path: Any, lengths: ArrayLike, dtype: Any = np.uint16) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self._edges = np.concatenate(([0], np.cumsum(self.lengths)))
+        self._ids = np.memmap(path, dtype=dtype, mode="r")
+        if len(self._ids) != self._edges[-1]:
+            raise BatchError(
+                f"`lengths` must sum up to the tokens of the file, {len(self._ids)} of {np.dtype(dtype)}, but got"
+                f" {self._edges[-1]}. Check dtype and lengths."
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        return self.read(index, 0, int(self.lengths[index]))
+
+    def read(self, index: int, start: int, stop: int) -> NDArray[Any]:
+        """Return tokens start to stop of a document."""
+        first = int(self._edges[index])
+        return np.asarray(self._ids[first + start : first + stop])
+
+
+class DocumentLoader:
+    """Iterate over the steps of `longspan.batches`: triples of a step, one of its micro-batches, and this rank's part.
+
+    The part is a `Batch` of one row with `input_ids`, `position_ids` that restart with every document, and
+    `shift_labels`, which are shifted before sharding and not across documents. Only documents that touch this rank are
+    read. A thread reads one micro-batch ahead.
+
+        sizes = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+        loader = DocumentLoader(dataset, batches, rank, prepare=lambda micro: micro.plan(**sizes).prepare(rank, device))
+        for step, micro, batch in loader:
+            logits = model(batch["input_ids"], batch["position_ids"], micro.plan(**sizes))
+            loss = token_loss(logits, batch["shift_labels"], num_tokens=step.labels, group=group, gradients="average")
+            loss.backward()
+            if micro is step.micro_batches[-1]:
+                optimizer.step()
+
+    `state_dict` has the number of the first step of which the loop has not received all micro-batches: gradients of a
+    step that was stopped in between are lost, so it is computed again. After the last step it starts again.
+
+    Args:
+        documents: a map-style dataset (Hugging Face's among them), a `TokenFile` or a list. An item is a document: a
+            sequence of token ids, or a dict with `input_ids` and, if not all tokens are predicted, `labels`.
+        batches: what `longspan.batches` returned for the lengths of these documents.
+        rank: this rank in the group of all ranks.
+        prepare: called in the thread with each micro-batch ahead of time; it must not send messages.
+    """
+
+    def __init__(
+        self, documents: Any, batches: Batches, rank: int, *, prepare: Callable[[MicroBatch], Any] | None = None
+    ) -> None:
+        if len(documents) != len(batches.lengths):
+            raise BatchError(
+                f"`documents` must be the {len(batches.lengths)} documents of `batches`, but got {len(documents)}. Give"
+                f" longspan.batches the lengths of all of them."
+            )
+        self.documents, self.batches, self.prepare = documents, batches, prepare
+        self.rank = check_int(rank, "rank", "DocumentLoader()", BatchError)
+        if self.rank >= batches.ranks:
+            raise BatchError(f"`rank` must be less than {batches.ranks}, the ranks of `batches`, but got {rank}.")
+        self.num_steps = 0
+        """Steps of which the loop has received all micro-batches."""
+        self._labels = {(number, start): count for number, start, _, count in batches.parts.tolist()}
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[BatchStep, MicroBatch, Batch]]:
+        steps = (self.batches[number] for number in range(self.num_steps, len(self.batches)))
+
+        def read(pair: tuple[BatchStep, MicroBatch]) -> tuple[BatchStep, MicroBatch, Batch]:
+            step, micro = pair
+            if self.prepare is not None:
+                self.prepare(micro)
+            return step, micro, read_part(self.documents, micro, self.rank, self._labels)
+
+        for found in prefetch(((step, micro) for step in steps for micro in step), read):
+            step, micro, _ = found
+            self.num_steps += micro is step.micro_batches[-1]
+            yield found
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many steps the loop has received, and a fingerprint of the batches."""
+        return {"num_steps": self.num_steps, "batches": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the first step that was not complete when `state_dict` was called."""
+        if state["batches"] != self._fingerprint():
+            raise BatchError(
+                "`state` must come from a loader over the same batches, but its fingerprint differs. Call"
+                " longspan.batches with the same lengths, ranks, limits, order and seed as before."
+            )
+        self.num_steps = int(state["num_steps"])
+
+    def _fingerprint(self) -> str:
+        batches = self.batches
+        settings = batches.numbers, batches.ranks, batches.tokens_per_rank, batches.causal, batches.pair_cost
+        found = hashlib.sha256(repr(settings).encode())
+        found.update(batches.parts.tobytes())
+        found.update(batches.edges.tobytes())
+        return found.hexdigest()
+
+
+def read_part(documents: Any, micro: MicroBatch, rank: int, counts: Mapping[tuple[int, int], int]) -> Batch:
+    """Return this rank's part of a micro-batch, reading only documents that touch the rank.
+
+    `counts` are the labels of each document and start: they decide the loss's mean, so the documents must have as many.
+    """
+    edges = np.concatenate(([0], np.cumsum(micro.lengths)))
+    ids: list[NDArray[np.int64]] = []
+    labels: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    for start, stop in micro.layout.span_table(rank)[:, :2].tolist():
+        first = int(np.searchsorted(edges, start, side="right")) - 1
+        last = int(np.searchsorted(edges, stop, side="left"))
+        for place in range(first, last):
+            begin = max(start, int(edges[place])) - int(edges[place])
+            end = min(stop, int(edges[place + 1])) - int(edges[place])
+            if begin == end:
+                continue
+            more = min(end + 1, int(micro.lengths[place]))  # the label of the last token is the token after it
+            tokens, targets = _read(documents, micro, place, begin, more, counts)
+            ids.append(tokens[: end - begin])
+            shifted = np.full(end - begin, -100, dtype=np.int64)
+            shifted[: more - begin - 1] = targets[1:]
+            labels.append(shifted)
+            positions.append(np.arange(begin, end, dtype=np.int64))
+    batch = {"input_ids": ids, "shift_labels": labels, "position_ids": positions}
+    cut = BatchCut(micro.layout, rank, micro.lengths.tolist())
+    empty = np.empty(0, dtype=np.int64)
+    return Batch({name: torch.from_numpy(np.concatenate([empty, *parts]))[None] for name, parts in batch.items()}, cut)
+
+
+def _read(
+    documents: Any, micro: MicroBatch, place: int, begin: int, end: int, counts: Mapping[tuple[int, int], int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return ids and labels of a document's tokens `begin` to `end`."""
+    index, offset, length = (int(x[place]) for x in (micro.documents, micro.starts, micro.lengths))
+    num_labels = max(length - 1, 0)
+    read = getattr(documents, "read", None)
+    if read is not None:
+        ids = labels = np.asarray(read(index, offset + begin, offset + end), dtype=np.int64)
+    else:
+        item = documents[index]
+        whole: Sequence[Any] = item["input_ids"] if isinstance(item, Mapping) else item
+        given: Any = item.get("labels") if isinstance(item, Mapping) else None
+        if offset + length > len(whole) or (given is not None and len(given) != len(whole)):
+            raise BatchError(
+                f"document {index} must have at least {offset + length} tokens, as in the lengths of longspan.batches,"
+                f" and as many labels, but got {len(whole)} tokens"
+                f"{'' if given is None else f' and {len(given)} labels'}. Give longspan.batches the lengths of these"
+                f" documents."
+            )
+        if given is not None:
+            num_labels = int((np.asarray(given[offset + 1 : offset + length]) != -100).sum())
+        ids = np.asarray(whole[offset + begin : offset + end], dtype=np.int64)
+        labels = ids if given is None else np.asarray(given[offset + begin : offset + end], dtype=np.int64)
+    if num_labels != counts[index, offset]:
+        raise BatchError(
+            f"document {index} must have {counts[index, offset]} labels, as longspan.batches counted, but got"
+            f" {num_labels}, without its first token and -100. Pass labels= with these numbers to longspan.batches."
+        )
+    return ids, labels

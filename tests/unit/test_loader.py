@@ -1,0 +1,190 @@
+"""The loader of documents: every rank gets the part that sharding the whole batch gives, and reads nothing else."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import longspan as ls
+from longspan.training import BatchError, DocumentLoader, TokenFile, shard_batch
+
+RANKS = 3
+
+
+def documents(seed=0, num=23):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.lognormal(2.2, 1.0, num).astype(int) + 1, 60)
+    return [rng.integers(0, 50_000, n).tolist() for n in lengths]
+
+
+def batches_of(data, **more):
+    options = {"ranks": RANKS, "tokens_per_rank": 24, "tokens_per_step": 150, "seed": 4, **more}
+    return ls.batches([len(document) for document in data], **options)
+
+
+def whole(micro, data, labels=None):
+    """The whole micro-batch, packed into one row."""
+    cut = [slice(a, a + n) for a, n in zip(micro.starts.tolist(), micro.lengths.tolist(), strict=True)]
+    ids = torch.tensor([x for i, s in zip(micro.documents, cut, strict=True) for x in data[i][s]])[None]
+    if labels is None:
+        return {"input_ids": ids, "labels": ids}
+    values = torch.tensor([x for i, s in zip(micro.documents, cut, strict=True) for x in labels[i][s]])[None]
+    return {"input_ids": ids, "labels": values}
+
+
+def assert_same(found, expected):
+    for name in ("input_ids", "shift_labels", "position_ids"):
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("too_long", ["refuse", "cut"])
+def test_parts_are_those_of_whole_batches(rank, too_long):
+    data = documents(1, 50)
+    batches = batches_of(data, **({"tokens_per_rank": 15, "too_long": "cut"} if too_long == "cut" else {}))
+    num = 0
+    for step, micro, batch in DocumentLoader(data, batches, rank):
+        expected = shard_batch(
+            whole(micro, data), micro.layout, rank, documents=micro.lengths.tolist(), positions="document"
+        )
+        assert_same(batch, expected)
+        assert batch.layout == micro.layout
+        assert micro in step.micro_batches
+        num += 1
+    assert num == sum(len(step) for step in batches) > len(batches) > 2
+
+
+class Recorded:
+    """Documents that note which of them are read."""
+
+    def __init__(self, data):
+        self.data, self.seen = data, []
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.data[index]
+
+
+def test_only_documents_of_the_rank_are_read():
+    data = documents(2)
+    batches = batches_of(data)
+    read = [Recorded(data) for _ in range(RANKS)]
+    for rank in range(RANKS):
+        for _, micro, _ in DocumentLoader(read[rank], batches, rank):
+            del micro
+        edges = {}
+        for step in batches:
+            for micro in step:
+                owner = micro.layout.owner(np.arange(micro.layout.seq_len))
+                starts = np.cumsum(micro.lengths) - micro.lengths
+                for number, start, length in zip(micro.documents, starts, micro.lengths, strict=True):
+                    edges[int(number)] = {*owner[start : start + length].tolist()}
+        assert {*read[rank].seen} == {number for number, ranks in edges.items() if rank in ranks}
+    assert sum(len({*part.seen}) for part in read) < 2 * len(data)  # most documents are read by one rank
+
+
+def test_a_token_file_gives_the_same(tmp_path):
+    data = documents(3)
+    path = tmp_path / "tokens.bin"
+    np.concatenate([np.array(document, dtype=np.uint16) for document in data]).tofile(path)
+    lengths = [len(document) for document in data]
+    file = TokenFile(path, lengths)
+    assert len(file) == len(data)
+    assert file[5].tolist() == data[5]
+    batches = batches_of(data)
+    for rank in range(RANKS):
+        loaders = (DocumentLoader(source, batches, rank) for source in (file, data))
+        for ours, theirs in zip(*loaders, strict=True):
+            assert_same(ours[2], theirs[2])
+    with pytest.raises(BatchError, match=r"`lengths` must sum up to .* uint8"):
+        TokenFile(path, lengths, dtype=np.uint8)
+
+
+def test_labels_of_documents_are_shifted():
+    data = documents(4)
+    labels = [[-100 if i % 3 else x for i, x in enumerate(document)] for document in data]
+    counts = [sum(x != -100 for x in row[1:]) for row in labels]
+    items = [{"input_ids": ids, "labels": row} for ids, row in zip(data, labels, strict=True)]
+    batches = batches_of(data, labels=counts)
+    total = 0
+    for rank in range(RANKS):
+        for _, micro, batch in DocumentLoader(items, batches, rank):
+            expected = shard_batch(
+                whole(micro, data, labels), micro.layout, rank, documents=micro.lengths.tolist(), positions="document"
+            )
+            assert_same(batch, expected)
+            total += int((batch["shift_labels"] != -100).sum())
+    assert total == sum(counts) == sum(step.labels for step in batches)
+    with pytest.raises(BatchError, match=r"document \d+ must have \d+ labels"):
+        list(DocumentLoader(items, batches_of(data), 0))
+
+
+def test_a_loop_that_stopped_resumes_at_its_step():
+    data = documents(5, 60)
+    batches = batches_of(data)
+    everything = list(DocumentLoader(data, batches, 1))
+    for stop in (1, 2, 5, len(everything) - 1):
+        loader = DocumentLoader(data, batches, 1)
+        received = []
+        for found in loader:
+            received.append(found)
+            if len(received) == stop:
+                break
+        state = loader.state_dict()
+        other = DocumentLoader(data, batches_of(data), 1)
+        other.load_state_dict(state)
+        rest = list(other)
+        first = sum(len(step) for step in batches[: state["num_steps"]])
+        assert first <= stop
+        assert len(rest) == len(everything) - first
+        for ours, theirs in zip(rest, everything[first:], strict=True):
+            assert ours[0].number == theirs[0].number
+            assert_same(ours[2], theirs[2])
+    assert len(list(other)) == len(everything)  # a new epoch
+    with pytest.raises(BatchError, match="fingerprint differs"):
+        DocumentLoader(data, batches_of(data, seed=5), 1).load_state_dict(state)
+
+
+def test_plans_are_prepared_ahead_in_a_thread():
+    data = documents(6)
+    batches = batches_of(data)
+    threads, begun = [], []
+
+    def prepare(micro):
+        threads.append(threading.get_ident())
+        begun.append(micro)
+
+    for seen, _ in enumerate(DocumentLoader(data, batches, 0, prepare=prepare), start=1):
+        assert len(begun) >= seen
+    assert threading.get_ident() not in threads
+    assert len(begun) == seen
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(DocumentLoader(data, batches, 0, prepare=fail))
+
+
+def test_other_documents_and_ranks_are_refused():
+    data = documents(7)
+    batches = batches_of(data)
+    with pytest.raises(BatchError, match=r"`documents` must be the 23 documents of `batches`, but got 22"):
+        DocumentLoader(data[1:], batches, 0)
+    with pytest.raises(BatchError, match="`rank` must be less than 3"):
+        DocumentLoader(data, batches, 3)
+    with pytest.raises(BatchError, match=r"document \d+ must have at least"):
+        list(DocumentLoader([document[:-1] for document in data], batches, 0))
+
+
+def test_datasets_of_hugging_face_are_read():
+    datasets = pytest.importorskip("datasets")
+    data = documents(8)
+    batches = batches_of(data)
+    loaded = datasets.Dataset.from_dict({"input_ids": data})
+    for ours, theirs in zip(DocumentLoader(loaded, batches, 2), DocumentLoader(data, batches, 2), strict=True):
+        assert_same(ours[2], theirs[2])
