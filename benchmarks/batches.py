@@ -32,10 +32,10 @@ import numpy as np
 
 import longspan as ls
 from benchmarks.layouts import best_ms
-from longspan.layouts import Layout, balanced, whole_documents
-from longspan.layouts.placement import most_received
+from longspan.layouts import Layout, whole_documents
 from longspan.masks import causal, documents
-from longspan.spans import Ints, join
+from longspan.planning.splits import score, static_layouts
+from longspan.spans import Ints
 
 TOKENS_PER_RANK = 65_536
 NODE = 8
@@ -104,45 +104,6 @@ def first_cases() -> Iterator[tuple[int, int, Ints]]:
         yield ranks, cp, np.array(lengths, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Largest rank / mean of pairs and tokens, most and mean partners, most rows received, ranks the longest needs."""
-
-    pairs: float
-    tokens: float
-    partners: int
-    mean_partners: float
-    received: int
-    longest_shares: float
-
-
-def score(lengths: Ints, layout: Layout) -> Score:
-    """Return the figures of a layout of causal documents, counted in closed form."""
-    ranks, table = layout.world_size, layout.by_position
-    edges = np.concatenate(([0], np.cumsum(lengths)))
-    spans = np.stack((edges[:-1], edges[1:]), axis=1)
-    i, j = join(spans, table[:, :2])
-    start, stop, rank = np.maximum(spans[i, 0], table[j, 0]), np.minimum(spans[i, 1], table[j, 1]), table[j, 2]
-    a, b = (start - spans[i, 0]).astype(np.float64), (stop - spans[i, 0]).astype(np.float64)
-    work = np.bincount(rank, weights=b * (b + 1) - a * (a + 1), minlength=ranks) / 2
-    meets = np.zeros((ranks, ranks), dtype=np.bool_)
-    for part in np.split(rank, np.flatnonzero(np.diff(i)) + 1):
-        if len(part) > 1:  # causal: of two ranks, the one with the later row needs the other's earlier rows
-            meets[np.ix_(part, part)] = True
-    np.fill_diagonal(meets, False)
-    partners = meets.sum(axis=1)
-    received = most_received(np.stack((start, stop, rank), axis=1), spans, ranks, causal=True)
-    longest = float(lengths.max())
-    return Score(
-        float(work.max() / work.mean()),
-        float(layout.num_tokens.max() / layout.num_tokens.mean()),
-        int(partners.max()),
-        float(partners.mean()),
-        received,
-        longest * (longest + 1) / 2 / float(work.mean()),
-    )
-
-
 def simulated(lengths: Ints, layout: Layout) -> tuple[float, str]:
     """Return the seconds of both passes of attention, and the scheme."""
     plan = ls.plan(
@@ -167,11 +128,9 @@ def static(lengths: Ints, ranks: int, degrees: tuple[int, ...]) -> Static:
         if cp >= ranks or cp * TOKENS_PER_RANK < lengths.max():
             continue
         for rule in ("pairs", "tokens"):
-            groups = packed(lengths, ranks // cp, int(1.02 * cp * TOKENS_PER_RANK), rule)
-            groups.sort(key=lambda group: -float((group.astype(np.float64) ** 2).sum()))
+            most = int(1.02 * cp * TOKENS_PER_RANK)
             slowest, received = 0.0, 0
-            for number, group in enumerate(groups):
-                layout = balanced(documents(group) & causal(), world_size=cp)
+            for number, (group, layout) in enumerate(static_layouts(lengths, ranks // cp, cp, most, rule)):
                 received = max(received, score(group, layout).received)
                 slowest = max(slowest, simulated(group, layout)[0]) if number < 4 else slowest
                 if best is not None and slowest > best.seconds:
@@ -180,21 +139,6 @@ def static(lengths: Ints, ranks: int, degrees: tuple[int, ...]) -> Static:
                 best = Static(f"{ranks // cp}x{cp} by {rule}", slowest, received)
     assert best is not None
     return best
-
-
-def packed(lengths: Ints, dp: int, most: int, rule: str) -> list[Ints]:
-    """Return the documents of each static group."""
-    groups: list[list[int]] = [[] for _ in range(dp)]
-    tokens, pairs = np.zeros(dp), np.zeros(dp)
-    for length in sorted(lengths.tolist(), reverse=True):
-        fits = tokens + length <= most
-        chosen = int(
-            np.where(fits, pairs if rule == "pairs" else tokens, np.inf).argmin() if fits.any() else tokens.argmin()
-        )
-        groups[chosen].append(length)
-        tokens[chosen] += length
-        pairs[chosen] += length * (length + 1) / 2
-    return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
 def check(name: str, lengths: Ints, ranks: int, degrees: tuple[int, ...], least: float) -> tuple[int, list[str]]:
