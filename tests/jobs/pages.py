@@ -35,6 +35,7 @@ EXAMPLES = {
     "hf_trainer": f"one process {SMALL}",
     "hybrid": f"one process {SMALL}",
     "learned_bias": f"one process {SMALL}",
+    "long_tailed": f"one process {SMALL}",
     "migration": f"one process {SMALL}",
     "qwen3_256k": PROGRAM,
     "qwen3_256k_trl": PROGRAM,
