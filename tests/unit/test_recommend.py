@@ -323,19 +323,19 @@ def test_the_lines_name_what_exists(recipe):
     known = {
         "make_mesh": training.make_mesh, "fully_shard": fsdp.fully_shard, "ls.plan": ls.plan,
         "MixedPrecisionPolicy": fsdp.MixedPrecisionPolicy, "CPUOffloadPolicy": fsdp.CPUOffloadPolicy,
-        "ls.layouts.balanced": ls.layouts.balanced,
+        "ls.layouts.balanced": ls.layouts.balanced, "tile": training.tile,
     }  # fmt: skip
     rest = found.keys() - known.keys()
     assert rest <= {
-        "LongTrainer", "AutoModelForCausalLM.from_pretrained", "DistributedConfig", "TrainingArguments", "in_chunks",
-        "model.gradient_checkpointing_enable", "get_peft_model", "LoraConfig",
+        "LongTrainer", "AutoModelForCausalLM.from_pretrained", "DistributedConfig", "TrainingArguments",
+        "model.activation_checkpointing_enable", "get_peft_model", "LoraConfig",
     }  # fmt: skip
     for name in found.keys() & known.keys():
         assert found[name] <= inspect.signature(known[name]).parameters.keys(), name
     assert ("LongTrainer" in found) == (not recipe.lora and recipe.mlp_chunks == 1)
     assert ("CPUOffloadPolicy" in found) == recipe.offload_optimizer
-    assert ("in_chunks" in found) == (recipe.mlp_chunks > 1)
-    assert ("model.gradient_checkpointing_enable" in found) == recipe.checkpointing
+    assert ("tile" in found) == (recipe.mlp_chunks > 1)
+    assert ("model.activation_checkpointing_enable" in found) == recipe.checkpointing
     text = "\n".join(plan_gpus.config_lines(one, "Qwen/Qwen3-8B", request))
     assert text.count("offload=True") == (2 if recipe.offload and recipe.mlp_chunks == 1 else recipe.offload) + (
         recipe.offload_optimizer
@@ -352,8 +352,10 @@ def test_the_lines_of_transformers_name_what_exists():
         config = inspect.signature(transformers.distributed.DistributedConfig).parameters
         assert found["DistributedConfig"] <= config.keys()
         assert found["TrainingArguments"] <= transformers.TrainingArguments.__dataclass_fields__.keys()
-        enable = inspect.signature(transformers.PreTrainedModel.gradient_checkpointing_enable).parameters
-        assert found["model.gradient_checkpointing_enable"] <= enable.keys()
+        model = transformers.PreTrainedModel
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = inspect.signature(enable).parameters
+        assert found["model.activation_checkpointing_enable"] <= enable.keys()
         own = inspect.signature(trainer.__init__).parameters.keys()
         assert found["LongTrainer"] <= own | inspect.signature(transformers.Trainer.__init__).parameters.keys()
 

@@ -189,7 +189,7 @@ def _trainer_lines(one: Configuration, name: str, request: Request) -> Iterator[
 
 def _checkpointing_lines(recipe: Recipe) -> list[str]:
     offload = "offload=True" if recipe.offload else ""
-    return [f"model.gradient_checkpointing_enable({offload})"] if recipe.checkpointing else []
+    return [f"model.activation_checkpointing_enable({offload})"] if recipe.checkpointing else []
 
 
 def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
@@ -199,8 +199,7 @@ def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
     yield from _checkpointing_lines(recipe)
     layers = "model.base_model.model.model.layers" if recipe.lora else "model.model.layers"
     if recipe.mlp_chunks > 1:
-        yield f"for layer in {layers}:  # `in_chunks` is in docs/memory.md"
-        yield f"    layer.mlp.forward = in_chunks(layer.mlp.forward, {recipe.mlp_chunks})"
+        yield f"tile(model, chunks={recipe.mlp_chunks})  # longspan.training"
     yield f"mesh = make_mesh(dp={one.data_parallel}, cp={one.ranks})"
     yield f"policy = MixedPrecisionPolicy(param_dtype=torch.{recipe.dtype}, reduce_dtype=torch.{recipe.state})"
     yield f"for part in (*{layers}, model):"
