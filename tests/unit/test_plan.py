@@ -98,7 +98,7 @@ def test_several_masks_share_one_layout():
         ({"scheme": "Ring"}, "must be one of ring"),
         ({"scheme": "hybrid(3)"}, "divisor of 8"),
         ({"scheme": "hybrid(2, tree)"}, "must be one of ring"),
-        ({"machine": "h200"}, "must be a Machine or one of h100"),
+        ({"machine": "h300"}, "must be a Machine or one of h100"),
         ({"dtype": "int8"}, "must be one of float64"),
         ({"kv_heads": 3}, "leaves 2 over"),
         ({"head_dim": 0}, "at least 1"),

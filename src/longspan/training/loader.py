@@ -51,7 +51,7 @@ class DocumentLoader:
 
     The part is a `Batch` of one row with `input_ids`, `position_ids` that restart with every document, and
     `shift_labels`, which are shifted before sharding and not across documents. Only documents that touch this rank are
-    read. A thread reads one micro-batch ahead.
+    read. A thread reads one micro-batch ahead::
 
         sizes = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
         loader = DocumentLoader(dataset, batches, rank, prepare=lambda micro: micro.plan(**sizes).prepare(rank, device))
