@@ -19,9 +19,7 @@ from longspan.training.groups import BatchError
 class TokenFile:
     """Documents that lie one after another in a file of token ids. Only what is read is loaded.
 
-    Args:
-        path: the file; ids of `dtype`, without a header.
-        lengths: the number of tokens of each document, in the order of the file.
+    `path` is a file of ids of `dtype`, without a header; `lengths` are the tokens of each document, in its order.
     """
 
     def __init__(self, path: Any, lengths: ArrayLike, dtype: Any = np.uint16) -> None:
@@ -65,12 +63,10 @@ class DocumentLoader:
     `state_dict` has the number of the first step of which the loop has not received all micro-batches: gradients of a
     step that was stopped in between are lost, so it is computed again. After the last step it starts again.
 
-    Args:
-        documents: a map-style dataset (Hugging Face's among them), a `TokenFile` or a list. An item is a document: a
-            sequence of token ids, or a dict with `input_ids` and, if not all tokens are predicted, `labels`.
-        batches: what `longspan.batches` returned for the lengths of these documents.
-        rank: this rank in the group of all ranks.
-        prepare: called in the thread with each micro-batch ahead of time; it must not send messages.
+    `documents` is a map-style dataset (Hugging Face's among them), a `TokenFile` or a list. An item is a document: a
+    sequence of token ids, or a dict with `input_ids` and, if not all tokens are predicted, `labels`. `batches` is what
+    `longspan.batches` returned for the lengths of these documents, and `rank` is this rank in the group of all ranks.
+    `prepare` is called in the thread with each micro-batch ahead of time; it must not send messages.
     """
 
     def __init__(
