@@ -155,7 +155,7 @@ def _lengths(args: argparse.Namespace) -> Ints:
     if args.lengths.suffix != ".npy":
         return read_lengths(args.lengths)
     try:
-        lengths = np.load(args.lengths, allow_pickle=False)
+        lengths = np.lib.format.open_memmap(args.lengths, mode="r")  # which knows no pickles
     except ValueError as error:
         raise PlanError(
             f"{args.lengths} must be an array of whole numbers in numpy's format: {error!s:.80}."
