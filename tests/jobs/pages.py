@@ -44,8 +44,8 @@ EXAMPLES = {
 # Of examples that need any, so that they run here.
 ARGUMENTS = dict.fromkeys(("grpo_fsdp2", "qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
 # torchtitan's needs a registered config of a GPU run; `acceptance` takes minutes, and gloo/test_acceptance.py runs it;
-# the others in the pages are files, which are blocks above.
-LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance")
+# benchmarks measure minutes; the others in the pages are files, which are blocks above.
+LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance|benchmarks")
 
 
 def blocks() -> list[tuple[str, int, str]]:
