@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -84,9 +83,9 @@ def main() -> None:
             parts.append((plan, groups[rank // cp], ids))
         splits[f"{ranks // cp} x {cp}"] = parts
 
-    def run(parts: list[tuple[Any, Any, Tensor]], clock: Callable[[], float]) -> float:
+    def run(parts: list[tuple[Any, Any, Tensor]]) -> float:
         dist.barrier()
-        begin = clock()
+        begin = time.perf_counter()
         for (plan, group, ids), step in zip(parts, batches, strict=True):
             logits = model(ids, plan, group)
             loss = token_loss(logits, ids, group=dist.group.WORLD, gradients="sum", num_tokens=step.labels)
@@ -95,13 +94,13 @@ def main() -> None:
                 dist.all_reduce(parameter.grad)
             model.zero_grad()
         dist.barrier()
-        return clock() - begin
+        return time.perf_counter() - begin
 
     tokens = sum(int(micro.lengths.sum()) for step in batches for micro in step)
     seconds: dict[str, list[float]] = {name: [] for name in splits}
     for number in range(args.rounds + 1):
         for name, parts in splits.items():
-            took = run(parts, time.perf_counter)
+            took = run(parts)
             if number:  # the first round records plans
                 seconds[name].append(took)
     if rank == 0:

@@ -14,18 +14,17 @@ does not generate. Only --smoke has run, on CPUs: nothing here has run on a GPU.
 import argparse
 import contextlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from qwen3_256k import load, save, shard
+from qwen3_256k import load, save, shard, start, update
 from transformers import AutoTokenizer
 
 from longspan import huggingface
-from longspan.training import make_mesh, per_sequence, per_token, shard_like
+from longspan.training import per_sequence, per_token, shard_like
 
 CLIP, BETA = 0.2, 0.04
 
@@ -92,12 +91,7 @@ def log_probabilities(model, rollouts, group):
 
 
 def train(options):
-    device, dtype = torch.device("cpu"), torch.float32
-    if torch.cuda.is_available():
-        device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), dtype if options.smoke else torch.bfloat16
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    mesh = make_mesh(cp=dist.get_world_size(), device_type=device.type)
+    device, dtype, mesh = start(options)
     policy = shard(load(options, "longspan"), mesh.dp_cp, dtype)
     reference, as_reference = policy, policy.disable_adapter if options.lora else contextlib.nullcontext
     if not options.lora:
@@ -116,14 +110,7 @@ def train(options):
             labels = shard_like(rollouts.labels, layout, mesh.cp.get_local_rank(), shift=1, fill=-100, **packed)
             terms, averaging = loss_of_tokens(new, old, there, advantages), {"gradients": "average"}  # FSDP2 averages
             means = per_sequence(terms, layout, mesh.cp, mask=labels != -100, reduce="mean", **packed, **averaging)
-            loss = means.mean()  # over completions, the same on every rank
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).full_tensor()
-            optimizer.step()
-            optimizer.zero_grad()
-            curve.append((loss.item(), norm.item()))
-            if dist.get_rank() == 0:
-                print(f"step {len(curve) - 1}: loss {curve[-1][0]:.4f}, gradient norm {curve[-1][1]:.4f}", flush=True)
+            update(optimizer, trained, means.mean(), curve)  # over completions, the same on every rank
     save(policy, options.output)
     return policy, curve
 

@@ -101,26 +101,36 @@ def packed_rows(options, device):
                     ids, positions = [], []
 
 
-def train(options):
+def start(options):
+    """Return this rank's device, the dtype to compute in, and a mesh in which all ranks share each sequence."""
     device, dtype = torch.device("cpu"), torch.float32
     if torch.cuda.is_available():
         device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), dtype if options.smoke else torch.bfloat16
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    mesh = make_mesh(cp=dist.get_world_size(), device_type=device.type)
+    return device, dtype, make_mesh(cp=dist.get_world_size(), device_type=device.type)
+
+
+def update(optimizer, trained, loss, curve):
+    """Run backward and a step of the optimizer; add loss and norm of the gradient to `curve`, and print both."""
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    curve.append((loss.item(), norm.item()))
+    if dist.get_rank() == 0:
+        print(f"step {len(curve) - 1}: loss {curve[-1][0]:.4f}, gradient norm {curve[-1][1]:.4f}", flush=True)
+
+
+def train(options):
+    device, dtype, mesh = start(options)
     model = shard(load(options, "longspan"), mesh.dp_cp, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, curve = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0), []
-    for step, batch in zip(range(options.steps), packed_rows(options, device), strict=False):
+    for batch in itertools.islice(packed_rows(options, device), options.steps):
         part = huggingface.shard_inputs(model, batch, mesh.cp)  # with labels that were shifted while whole
         loss = huggingface.full_loss(model(**part).loss, part, gradients="average")  # FSDP2 averages
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
-        if dist.get_rank() == 0:
-            print(f"step {step}: loss {curve[-1][0]:.4f}, gradient norm {curve[-1][1]:.4f}", flush=True)
+        update(optimizer, trained, loss, curve)
     save(model, options.output)
     return model, curve
 

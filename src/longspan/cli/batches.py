@@ -27,6 +27,7 @@ from longspan.masks import causal, documents
 from longspan.planning.batches import MicroBatch, batches
 from longspan.planning.splits import score, static_layouts
 from longspan.planning.steps import ITEMSIZE
+from longspan.sizing.recommend import divisors
 from longspan.spans import Ints
 
 ROOM = 1.02
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.step < len(steps):
         raise PlanError(f"--step must be 0 to {len(steps) - 1}, as the epoch has steps, but got {args.step}.")
     micro = steps[args.step].micro_batches[0]
-    degrees = [cp for cp in range(1, args.ranks + 1) if args.ranks % cp == 0]
+    degrees = divisors(args.ranks)
     fits = [cp for cp in degrees if cp * args.tokens_per_rank * ROOM >= micro.lengths.max()]
     with progress(args, "simulating", 1 + len(fits)) as advance:
         advance("one group")
@@ -91,11 +92,8 @@ def run(args: argparse.Namespace) -> int:
         for cp in fits:
             advance(f"{args.ranks // cp} x {cp}")
             most = int(ROOM * cp * args.tokens_per_rank)
-            tried = (
-                _split(f"{args.ranks // cp} x {cp}", groups, sizes, machine)
-                for rule in ("pairs", "tokens")
-                if len(groups := list(static_layouts(micro.lengths, args.ranks // cp, cp, most, rule)))
-            )
+            both = [list(static_layouts(micro.lengths, args.ranks // cp, cp, most, x)) for x in ("pairs", "tokens")]
+            tried = (_split(f"{args.ranks // cp} x {cp}", groups, sizes, machine) for groups in both)
             splits.append(min(tried, key=lambda split: split.seconds))
     if args.plot is not None:
         from longspan.cli.show import write as write_scene
@@ -171,17 +169,16 @@ def _lengths(args: argparse.Namespace) -> Ints:
 def _split(name: str, groups: list[tuple[Ints, Layout]], sizes: dict[str, Any], machine: Any) -> Split:
     """Return the figures of groups that run beside each other: those of the worst."""
     scores = [score(lengths, layout) for lengths, layout in groups]
-    work = [float((lengths * (lengths + 1.0)).sum()) / layout.world_size for lengths, layout in groups]
-    tokens = [float(lengths.sum()) / layout.world_size for lengths, layout in groups]
+    num_ranks = [layout.world_size for _, layout in groups]
+    work = [float((lengths * (lengths + 1.0)).sum()) for lengths, _ in groups]
+    tokens = [float(lengths.sum()) for lengths, _ in groups]
     plans = [plan(documents(n) & causal(), layout, machine=machine, **sizes).reasons[0] for n, layout in groups]
     slowest = max(plans, key=lambda reason: reason.seconds)
-    ranks = sum(layout.world_size for _, layout in groups)
-    mean_work = sum(w * layout.world_size for w, (_, layout) in zip(work, groups, strict=True)) / ranks
-    mean_tokens = sum(t * layout.world_size for t, (_, layout) in zip(tokens, groups, strict=True)) / ranks
+    ranks = sum(num_ranks)
     return Split(
         name,
-        max(found.pairs * w for found, w in zip(scores, work, strict=True)) / mean_work,
-        max(found.tokens * t for found, t in zip(scores, tokens, strict=True)) / mean_tokens,
+        max(x.pairs * w / n for x, w, n in zip(scores, work, num_ranks, strict=True)) * ranks / sum(work),
+        max(x.tokens * t / n for x, t, n in zip(scores, tokens, num_ranks, strict=True)) * ranks / sum(tokens),
         max(found.partners for found in scores),
         max(reason.bytes_received for reason in plans),
         max(reason.peak_bytes for reason in plans),

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -23,7 +22,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from longspan.errors import BusyError
 from longspan.huggingface.adapter import ModelAdapter, adapter_of
 from longspan.huggingface.batches import Reading
 from longspan.huggingface.hooks import vision_encoders
@@ -32,7 +30,7 @@ from longspan.huggingface.released import release_of
 from longspan.huggingface.structure import Rules, Snapshot, classes_of, find_unverified_module, num_layers
 from longspan.huggingface.trial import Form, detect_form
 from longspan.huggingface.user_hooks import check_hooks
-from longspan.run.group import PREFETCHING
+from longspan.run.group import check_may_send
 from longspan.training import BatchError
 from longspan.training.groups import message_device
 from longspan.versions import VERSION
@@ -133,11 +131,7 @@ def broadcast_bytes(message: bytes, group: Any) -> bytes:
     """Broadcast bytes from group rank 0."""
     if group.size() == 1:
         return message
-    if threading.get_ident() in PREFETCHING:
-        raise BusyError(
-            "shard_inputs must be called in the training loop when it checks a model, which sends messages, but it was"
-            " called by a function of longspan.training.prefetch. Call it in the loop."
-        )
+    check_may_send("shard_inputs with a model or a form of batches that is not checked yet")
     device = message_device(group)
     size = torch.tensor([len(message)], device=device)
     dist.broadcast(size, group=group, group_src=0)

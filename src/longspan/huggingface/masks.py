@@ -52,8 +52,8 @@ class Term:
     Args:
         name: our name of the function ("causal", "window", ...), or "function" for an unknown one.
         size: the window or chunk size.
-        table: the table that the function looks up, as an array or a `Snapshot`.
-        positions: for chunks that are counted inside packed documents, the position of each token (rows, S).
+        table: the table that the function looks up, as an array or a `Snapshot`; for chunks where they begin in each
+            row, or if they are counted inside packed documents, the position of each token (rows, S).
         parts: the terms that "and" or "or" joins.
         function: the unknown function.
 
@@ -71,10 +71,8 @@ class Term:
         table: NDArray[Any] | Snapshot | None = None,
         parts: tuple[Term, ...] = (),
         function: Callable[..., Any] | None = None,
-        positions: NDArray[Any] | Snapshot | None = None,
     ) -> None:
         self.name, self.size, self.table, self.parts, self.function = name, size, table, parts, function
-        self.positions = positions
         self.names = frozenset((name,)).union(*map(_names, parts))
         self.outline: tuple[Any, ...] = name, size, tuple(map(_outlines, parts))
         self.window: int | None = size if name in ("window", "around") else None
@@ -145,11 +143,11 @@ def parse_mask_function(function: Callable[..., Any]) -> Term:
             inner = parts[1].parts[0]
             if inner.names - {"and", "or", "causal", "full", "window", "around", "chunk"}:
                 return Term("function", function=function)
-            parts = parts[0], _count_from(inner, parts[1].positions)
+            parts = parts[0], _count_from(inner, parts[1].table)
         return Term(name, parts=parts)
     if name == "moved":
         inner = parse_mask_function(contents[variable])
-        return Term(name, parts=(inner,), function=function, positions=Snapshot(contents["position_ids"]))
+        return Term(name, parts=(inner,), function=function, table=Snapshot(contents["position_ids"]))
     if name in ("window", "around"):
         return Term(name, size=int(contents[variable]))
     if name == "chunk":
@@ -159,24 +157,21 @@ def parse_mask_function(function: Callable[..., Any]) -> Term:
 
 def _count_from(term: Term, positions: Any) -> Term:
     """Return the term with chunks that are counted by positions (rows, S)."""
-    if term.name == "chunk":
-        return Term(term.name, term.size, term.table, positions=positions)
-    return Term(term.name, term.size, parts=tuple(_count_from(part, positions) for part in term.parts))
+    parts = tuple(_count_from(part, positions) for part in term.parts)
+    return Term(term.name, term.size, positions if term.name == "chunk" else None, parts)
 
 
-def term_of_kind(kind: Kind, left_padding: NDArray[Any], positions: NDArray[Any] | None = None) -> Term:
-    """Return the term of a kind, with chunks that begin after each batch row's padding, or that are counted by
-    positions (rows, S) of packed documents.
+def term_of_kind(kind: Kind, chunks: NDArray[Any]) -> Term:
+    """Return the term of a kind; `chunks` is its table of chunks: each row's padding on the left, after which they
+    begin, or positions (rows, S) of packed documents.
 
     >>> term_of_kind(("and", ("causal",), ("window", 7)), np.zeros(1, dtype=int)).parts[1].size
     7
     """
     name, *rest = kind
     if name in ("and", "or"):
-        return Term(name, parts=tuple(term_of_kind(part, left_padding, positions) for part in rest))
-    if name == "chunk":
-        return Term(name, size=rest[0], table=left_padding, positions=positions)
-    return Term(name, size=rest[0] if rest else 0)
+        return Term(name, parts=tuple(term_of_kind(part, chunks) for part in rest))
+    return Term(name, size=rest[0] if rest else 0, table=chunks if name == "chunk" else None)
 
 
 # -- From terms to masks -----------------------------------------------------------------------------------------------
@@ -205,7 +200,7 @@ def build_mask(term: Term, frame: Frame, batch: int) -> Mask:
         return diagonal(-LIMIT, term.size - 1, frame.length, f"window({term.size})")
     if term.name == "around":
         return sliding_window(term.size, term.size, frame.length)
-    if term.name == "function" or (table := term.array) is None:
+    if term.function is not None or (table := term.array) is None:
         function, base = term.function, frame.base
         if function is None:
             raise MaskError(f"a mask term must have a table or a function, but {term.name!r} has neither.")
@@ -215,9 +210,8 @@ def build_mask(term: Term, frame: Frame, batch: int) -> Mask:
 
         name = getattr(function, "__qualname__", type(function).__name__)
         return from_mask_mod(shifted, frame.length, rows=batch, name=name)
-    if term.name == "chunk" and term.positions is not None:
-        positions = term.positions.array if isinstance(term.positions, Snapshot) else term.positions
-        return _join_rows([document_chunk_mask(term.size, row) for row in positions], batch)
+    if term.name == "chunk" and table.ndim == 2:
+        return _join_rows([document_chunk_mask(term.size, row) for row in table], batch)
     if term.name == "chunk":
         return _join_rows([chunk_mask(term.size, int(left) - frame.base, frame.length) for left in table], batch)
     build, fill = {"padding": (padding_mask, False), "packed": (group_mask, -1), "blocks": (block_mask, -1)}[term.name]

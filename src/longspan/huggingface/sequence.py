@@ -49,11 +49,11 @@ class Whole:
     def mask(self, kind: Kind) -> Mask:
         """Return the mask of whole sequences for layers of this kind."""
         if kind not in self._masks:
-            left_padding = np.zeros(self.batch, dtype=np.int64)  # transformers counts chunks from the first real token
-            if self.padding is not None:
-                left_padding = (np.cumsum(self.padding, axis=1) == 0).sum(axis=1)
+            chunks = np.zeros(self.batch, dtype=np.int64) if self.positions is None else self.positions
+            if self.padding is not None:  # transformers counts chunks from the first real token
+                chunks = (np.cumsum(self.padding, axis=1) == 0).sum(axis=1)
             frame = Frame(0, self.seq_len)
-            mask = build_mask(term_of_kind(kind, left_padding, self.positions), frame, self.batch)
+            mask = build_mask(term_of_kind(kind, chunks), frame, self.batch)
             if self.documents is not None:
                 mask = mask & document_mask(self.documents)
             if self.padding is not None:

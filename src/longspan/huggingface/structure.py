@@ -259,11 +259,12 @@ def _is_common(kind: type) -> bool:
 
 def own_class(module: nn.Module) -> type:
     """Return the class of a module before torch.distributed derived another from it."""
-    for kind in type(module).__mro__:
-        is_fsdp = kind.__bases__[0].__module__ == "torch.distributed.fsdp"  # its own __module__ is "abc" if abstract
-        if not (is_fsdp or kind.__module__.startswith("torch.distributed")):
-            return kind
-    raise AssertionError
+    return next(kind for kind in type(module).__mro__ if not _is_derived(kind))
+
+
+def _is_derived(kind: type) -> bool:
+    is_fsdp = kind.__bases__[:1] and kind.__bases__[0].__module__ == "torch.distributed.fsdp"
+    return bool(is_fsdp) or kind.__module__.startswith("torch.distributed")  # FSDP's is of "abc" if it is abstract
 
 
 def classes_of(model: nn.Module) -> dict[str, type]:

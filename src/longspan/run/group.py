@@ -167,6 +167,16 @@ PREFETCHING: set[int] = set()
 """Threads of `longspan.training.prefetch`, which must not send messages."""
 
 
+def check_may_send(caller: str) -> None:
+    """Raise in a thread of `longspan.training.prefetch`."""
+    if threading.get_ident() in PREFETCHING:
+        raise BusyError(
+            f"A function of longspan.training.prefetch must not send messages, but called {caller}: its order with the"
+            f" calls of the training step may differ between ranks. Plan, shard and prepare there, and call in the"
+            f" loop."
+        )
+
+
 class Members:
     """State of one process group in this process."""
 
@@ -228,12 +238,7 @@ class Members:
     def enter(self) -> threading.RLock:
         """Acquire the group's lock; the caller releases it. Raise if another thread is inside a call: the order of the
         two calls may differ between ranks, and their messages would be mixed up."""
-        if threading.get_ident() in PREFETCHING:
-            raise BusyError(
-                "A function of longspan.training.prefetch must not send messages, but called an operator over this"
-                " group: its order with the calls of the training step may differ between ranks. Plan, shard and"
-                " prepare there, and call in the loop."
-            )
+        check_may_send("an operator over this group")
         if not self._inside.acquire(blocking=False):
             raise BusyError(
                 "This group is in use by another thread of this process, whose call goes on; nothing was sent. The"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,6 @@ class DocumentLoader:
             raise BatchError(f"`rank` must be less than {batches.ranks}, the ranks of `batches`, but got {rank}.")
         self.num_steps = 0
         """Steps of which the loop has received all micro-batches."""
-        self._labels = {(number, start): count for number, start, _, count in batches.parts.tolist()}
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -95,7 +95,9 @@ class DocumentLoader:
             step, micro = pair
             if self.prepare is not None:
                 self.prepare(micro)
-            return step, micro, read_part(self.documents, micro, self.rank, self._labels)
+            first, last = self.batches.edges[step.number : step.number + 2]
+            counts = {(number, start): count for number, start, _, count in self.batches.parts[first:last].tolist()}
+            return step, micro, read_part(self.documents, micro, self.rank, counts)
 
         for found in prefetch(((step, micro) for step in steps for micro in step), read):
             step, micro, _ = found
@@ -105,17 +107,18 @@ class DocumentLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many steps the loop has received, and a fingerprint of the batches."""
-        return {"num_steps": self.num_steps, "batches": self._fingerprint()}
+        return {"num_steps": self.num_steps, "batches": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the first step that was not complete when `state_dict` was called."""
-        if state["batches"] != self._fingerprint():
+        if state["batches"] != self._fingerprint:
             raise BatchError(
                 "`state` must come from a loader over the same batches, but its fingerprint differs. Call"
                 " longspan.batches with the same lengths, ranks, limits, order and seed as before."
             )
         self.num_steps = int(state["num_steps"])
 
+    @cached_property
     def _fingerprint(self) -> str:
         batches = self.batches
         settings = batches.numbers, batches.ranks, batches.tokens_per_rank, batches.causal, batches.pair_cost
