@@ -109,7 +109,7 @@ MUTANTS = {
     "heads' norms are forgotten": (modules.attention, "traits.qk_norm is not None", "False"),
     "a gated attention has no gate": (modules.attention, "2 if traits.gated else 1", "1"),
     "a convolution has no taps": (modules.gated_delta, "channels * width", "0"),
-    "a recurrence keeps no queries": (modules.gated_delta, "repeated + channels + (", "channels + ("),
+    "a recurrence keeps no queries": (modules.gated_delta, "channels + (", "values + ("),
     "Mamba's groups are one": (modules.mamba2, "sizes.groups * sizes.state", "sizes.state"),
     "windows are full": (families.windows_of, "(layer + 1) % period", "False"),
     "windows are everywhere": (families.windows_of, "(layer + 1) % period", "True"),

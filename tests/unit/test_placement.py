@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.batches import LAWS, Score, lengths_of, score
+from benchmarks.batches import LAWS, lengths_of
 from benchmarks.layouts import best_ms
 from longspan.errors import LayoutError, MaskError
 from longspan.layouts import Layout, whole_documents
 from longspan.layouts.placement import divide, most_received
+from longspan.planning.splits import Score, score
 
 KI = 1024
 
