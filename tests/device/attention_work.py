@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -284,6 +285,35 @@ def recurrences(seeds, schedules):
                 assert (a is None and b is None) or torch.equal(a, b), f"{seed}: {p}, differs by {(a - b).abs().max()}"
             compared += 1
     return compared
+
+
+def waits_of_mixers(seeds):
+    """What the host waited for in first and warm calls of convolutions and recurrences, by case."""
+    rank, device, group, found = dist.get_rank(), here(), dist.group.WORLD, {}
+
+    def note(case, call, leaves, dout):
+        for number in range(2):
+            torch.accelerator.synchronize()
+            with forms.HostWaits() as waits:
+                torch.autograd.grad(call(), leaves, dout, allow_unused=True)
+            if waits.all:
+                found[case, number] = waits.by("/src/longspan/") or waits.all[:1]
+
+    for seed in seeds:
+        case = conv_case(seed, dist.get_world_size(), torch.float32)
+        x, weight, bias, dout = case.tensors
+        own = [case.layout.shard(x, rank, 1), weight, bias]
+        own = [None if t is None else t.detach().to(device).requires_grad_() for t in own]
+        options = {"plan": case.plan, "group": group, "activation": case.activation}
+        leaves = [t for t in own if t is not None]
+        dout = case.layout.shard(dout, rank, 1).to(device)
+        note(f"convolution {seed}", partial(ls.causal_conv1d, *own, **options), leaves, dout)
+        p = problem(seed, world=dist.get_world_size(), form=SCANS[seed % len(SCANS)])
+        tokens = {name: p.layout.shard(t, rank, 1) for name, t in p.tokens.items()} | p.shared
+        own = {name: t.detach().clone().to(device).requires_grad_() for name, t in tokens.items()}
+        dout = p.layout.shard(p.dout, rank, 1).to(device)
+        note(f"{p} {seed}", partial(asked, p, own, plan=p.plan(), group=group), list(own.values()), dout)
+    return found
 
 
 def new_batches(steps, schemes, schedule, compare=5):

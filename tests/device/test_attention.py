@@ -67,6 +67,12 @@ def test_warm_calls_do_not_wait_for_the_device(form, dtype):
         assert found == {}
 
 
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_convolutions_and_recurrences_do_not_wait_for_the_device(form):
+    for found in ranks(2, form).run(work.waits_of_mixers, share(range(39), 3, form), timeout=300):
+        assert found == {}
+
+
 def test_traffic_of_backward_on_another_thread_is_counted():
     for found in ranks(2).run(work.traffic, work.SCHEMES[2]):
         for scheme, counted, planned in found:

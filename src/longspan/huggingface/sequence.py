@@ -21,6 +21,7 @@ from longspan.huggingface.attention import LayerOptions, check_layer_mask, run
 from longspan.huggingface.masks import Frame, Kind, LayerMask, Term, build_mask, document_mask, term_of_kind
 from longspan.huggingface.structure import Rules
 from longspan.layouts import Layout
+from longspan.layouts.layout import to_device
 from longspan.masks import Mask
 from longspan.tile import accumulation_dtype
 from longspan.training import BatchError
@@ -226,7 +227,7 @@ def with_temperature(module: Any, q: Tensor, layout: Layout, rank: int) -> Tenso
     model counts from 0 on every rank: its local scaling is undone."""
     if getattr(module, "use_rope", True):
         return q
-    places = torch.as_tensor(layout.positions(rank), device=q.device)
+    places = to_device(torch.from_numpy(layout.positions(rank)), q.device)
 
     def scales(place: Tensor) -> Tensor:
         steps = torch.floor((place.to(accumulation_dtype(q.dtype)) + 1.0) / module.floor_scale)

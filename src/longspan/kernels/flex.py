@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +28,13 @@ from torch.nn.functional import pad
 from longspan import _torch
 from longspan.errors import KernelError
 from longspan.kernels.contract import Group, TileWork, Upstream, gpu_refusal
+from longspan.layouts.layout import to_device
 from longspan.masks import Mask, Predicate
 from longspan.masks.captures import ByIdentity
 from longspan.masks.functions import device_of
 from longspan.masks.mask_mods import predicate_mod
 from longspan.masks.tiles import KeySpans, key_spans, listed_first, most_spans, pairs_per_block, span_table
+from longspan.planning.kernel_memory import keep_recent
 from longspan.scoring.pipeline import Scoring, TilePairs
 from longspan.scoring.traced import Program, key_of, program
 from longspan.spans import LIMIT
@@ -205,7 +207,7 @@ def _positions(blocks: _Blocks, pairs: TilePairs | None, device: torch.device) -
 
 
 def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
-    return torch.tensor(array, device=device)  # a copy: positions are kept elsewhere, too
+    return to_device(torch.tensor(array), device)  # a copy: positions are kept elsewhere, too
 
 
 def _length(pairs: TilePairs) -> int:
@@ -342,9 +344,9 @@ def _cover(tiles: Sequence[Tile]) -> Tile:
     return Tile(int(sides[:, 0].min()), int(sides[:, 1].max()), int(sides[:, 2].min()), int(sides[:, 3].max()))
 
 
-@lru_cache(maxsize=64)
+@keep_recent(least=16)
 def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.device) -> _Blocks:
-    """Cached: the same tiles come again in every layer and step."""
+    """Cached: the same tiles come again in every layer. A block mask of 1M keys and 128k queries has 128 MB."""
     from torch.nn.attention.flex_attention import BlockMask
 
     cover, rows, cols = _cover(tiles), bucket(shape[0]), bucket(shape[1])
@@ -355,7 +357,7 @@ def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.de
         *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
     ).as_tuple()
     tables, depths = zip(*(_tables(spans, rows, device) for spans in (plain, asking)), strict=True)
-    tensors = tuple(x.to(device) for x in fields[2:10])
+    tensors = tuple(to_device(x, device) for x in fields[2:10])
     return _Blocks(cover, rows, cols, (max(depths[0], 1), depths[1]), (*tables[0], *tables[1]), tensors)
 
 

@@ -17,6 +17,7 @@ from longspan import _torch
 from longspan._compile import create_handle, lookup_value
 from longspan.errors import PlanError
 from longspan.layouts import Layout, contiguous
+from longspan.layouts.layout import to_device
 from longspan.mixers.operators import OperatorCall, number_documents, run_operator
 from longspan.planning.conv_plan import ConvPlan, build_conv_plan
 from longspan.planning.steps import Sizes
@@ -74,7 +75,7 @@ class OwnRows:
         for part in parts:
             sizes = part.table[:, 1] - part.table[:, 0]
             if len(sizes) > MANY:
-                rows.append(torch.from_numpy(part.places() - (plan.width - 1)).to(device))
+                rows.append(to_device(torch.from_numpy(part.places() - (plan.width - 1)), device))
             else:
                 counts = (sizes + plan.width - 1).tolist()
                 rows.append([*counts, plan.num_rows(rank) - sum(counts)])  # the last: rows of other batch rows only

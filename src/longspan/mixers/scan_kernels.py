@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
+from longspan.layouts.layout import to_device
 from longspan.mixers.scan_reference import (
     ChunkTable,
     GatedDelta,
@@ -191,11 +192,11 @@ class MambaScan(PackageScan):
         out, after = torch.zeros_like(work.tokens[0]), []
         for which, longest in groups:
             table = cut(work.segments.select(which), longest, batch, slots, states.device)
-            part, left = self._rows(work, table, states[torch.as_tensor(which, device=states.device)])
+            part, left = self._rows(work, table, states[to_device(torch.from_numpy(which), states.device)])
             out = out + table.unfold(part.flatten(2).unsqueeze(1)).view(out.shape)  # each slot is in one group
             after.append(left)
-        place = torch.as_tensor(np.argsort(np.concatenate([which for which, _ in groups])), device=states.device)
-        return out, torch.cat(after)[place]
+        place = torch.from_numpy(np.argsort(np.concatenate([which for which, _ in groups])))
+        return out, torch.cat(after)[to_device(place, states.device)]
 
     def _rows(self, work: ScanWork, table: ChunkTable, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return output (segments, longest, H, V), and the states that leave."""
@@ -293,7 +294,7 @@ class OwnKernel(ScanKernel):
             _check_shape(empty, (0,), "local(...) must return an output with one row for each token, also for none:")
             return empty.new_zeros((batch, slots, *empty.shape[1:])), states
         whole = outs[0].new_zeros((batch, slots, *outs[0].shape[1:]))  # padding is 0
-        index = torch.cat(rows).to(whole.device), torch.cat(places).to(whole.device)
+        index = tuple(to_device(torch.cat(part), whole.device) for part in (rows, places))
         return whole.index_put(index, torch.cat(outs)), torch.stack(leaving)
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink, pad, softplus, threshold
 
+from longspan.layouts.layout import to_device
+from longspan.planning.kernel_memory import keep_recent
 from longspan.spans import Ints
 from longspan.tile import accumulation_dtype
 
@@ -317,12 +319,6 @@ class RowMoves:
     blank: Tensor
     """Rows of the result that are zeros."""
 
-    @classmethod
-    def of(cls, source: Tensor) -> RowMoves:
-        """Build from the input row of each row of the result, or -1."""
-        source = source.flatten()
-        return cls(source.clamp(min=0), (source < 0).nonzero().flatten())
-
     def take(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_zeros((len(self.taken), *x.shape[1:]))
@@ -359,6 +355,10 @@ class ChunkTable:
     """(chunks, size): the slot of every token, counted through batch rows; -1 after a segment's end."""
     home: Tensor
     """(batch, slots): the index of every slot's token among those of chunks; -1 outside of segments."""
+    ended: Tensor
+    """Tokens of chunks after a segment's end, counted through chunks."""
+    outside: Tensor
+    """Slots outside of segments, counted through batch rows."""
 
     def fold(self, x: Tensor) -> Tensor:
         """(batch, slots, heads, ...) -> (chunks, heads, size, ...); zeros after a segment's end."""
@@ -408,7 +408,7 @@ def _read_segments(segments: bytes) -> Ints:
     return np.frombuffer(segments, dtype=np.int64).reshape(-1, 3).T
 
 
-@lru_cache(maxsize=64)
+@keep_recent(least=8)
 def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
     row, first, end = _read_segments(segments)
     counts = -(-(end - first) // size)
@@ -421,19 +421,26 @@ def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.devic
     slot = np.where(slot < end[segment][:, None], slot + row[segment][:, None] * slots, -1)
     home = np.full(batch * slots, -1)
     home[slot[slot >= 0]] = np.flatnonzero(slot.ravel() >= 0)
-    tensors = (torch.as_tensor(x, device=device) for x in (order, np.argsort(order), slot, home.reshape(batch, slots)))
-    return ChunkTable(size, tuple(steps.tolist()), *tensors)
+    tables = order, np.argsort(order), slot, home.reshape(batch, slots), *map(np.flatnonzero, (slot < 0, home < 0))
+    return ChunkTable(size, tuple(steps.tolist()), *(to_device(torch.from_numpy(x), device) for x in tables))
 
 
-@lru_cache(maxsize=64)
+@keep_recent(least=8)
 def _tables(table: ChunkTable, heads: int) -> tuple[RowMoves, RowMoves]:
     """Return the moves from rows of slots to rows of chunks, and back. Token t of head h is row t * heads + h among
     slots; in chunks the heads of a chunk come first, then its tokens."""
     head = torch.arange(heads, device=table.slot.device)
-    slot, chunk, token = table.slot[:, None], table.home // table.size, table.home % table.size
-    into = torch.where(slot < 0, -1, slot * heads + head[:, None])
-    home = ((chunk * heads).unsqueeze(-1) + head) * table.size + token.unsqueeze(-1)
-    return RowMoves.of(into), RowMoves.of(torch.where(table.home.unsqueeze(-1) < 0, -1, home))
+
+    def row(index: Tensor) -> Tensor:
+        """The row among those of chunks of each head of a token."""
+        return ((index // table.size * heads).unsqueeze(-1) + head) * table.size + (index % table.size).unsqueeze(-1)
+
+    into = table.slot.clamp(min=0)[:, None] * heads + head[:, None]
+    outside = table.outside[:, None] * heads + head
+    return (
+        RowMoves(into.flatten(), row(table.ended).flatten()),
+        RowMoves(row(table.home.clamp(min=0)).flatten(), outside.flatten()),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,15 +477,16 @@ def packing(segments: Segments, batch: int, slots: int, device: torch.device) ->
     return _packing(segments.table.astype(np.int64).tobytes(), batch, slots, device)
 
 
-@lru_cache(maxsize=64)
+@keep_recent(least=8)
 def _packing(segments: bytes, batch: int, slots: int, device: torch.device) -> Packing:
     row, first, end = _read_segments(segments)
     edges = np.concatenate(([0], np.cumsum(end - first)))
     taken = np.repeat(row * slots + first - edges[:-1], end - first) + np.arange(edges[-1])
     home = np.full(batch * slots, -1)
     home[taken] = np.arange(len(taken))
-    edges, taken, home = (torch.as_tensor(x, device=device) for x in (edges, taken, home))
-    return Packing(edges, RowMoves.of(taken), RowMoves.of(home))
+    tables = edges, taken, np.maximum(home, 0), np.flatnonzero(home < 0)
+    edges, taken, home, outside = (to_device(torch.from_numpy(x), device) for x in tables)
+    return Packing(edges, RowMoves(taken, taken[:0]), RowMoves(home, outside))
 
 
 # -- Linear attention with decays, and the delta rule, in chunks -------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from longspan.layouts.layout import to_device
 from longspan.mixers.scan_reference import ScanKernel, ScanWork, Segments
 from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import ChainPiece, Fold, ScanRole, StateSizes
@@ -335,12 +337,19 @@ def _compute(
     """Return output, states that later segments need, entering states, maps that backward needs, and the number of the
     call."""
     local, device = ranks.local, work.tokens[0].device
-    entered, left = (torch.as_tensor(which, device=device) for which in (local.entered, local.left))
+    entered, left = _indices(local, device)
     states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.select(local.left))))
     entering = states if anchor is None else EnteringStates.apply(states, anchor)
     whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
     out, leaving = kernel.local(work, whole)
     return out, leaving[left], entering, kept, number
+
+
+@lru_cache(maxsize=16)
+def _indices(local: LocalSegments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the indices of segments that are entered and left, on the device."""
+    entered, left = (to_device(torch.from_numpy(which), device) for which in (local.entered, local.left))
+    return entered, left
 
 
 class Stash:

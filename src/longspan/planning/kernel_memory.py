@@ -29,8 +29,12 @@ True
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -39,6 +43,9 @@ from longspan.planning.cost import BATCH, KV_HEADS, KV_TOKENS, Q_HEADS, Q_TOKENS
 from longspan.planning.machine import Machine
 from longspan.planning.steps import Role, Sizes, Step
 from longspan.spans import check_int
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TABLE_LIMIT = 64 << 20
 _table_limit = TABLE_LIMIT
@@ -56,6 +63,42 @@ def set_table_limit(num_bytes: int = TABLE_LIMIT) -> None:
     """
     global _table_limit
     _table_limit = check_int(num_bytes, "num_bytes", "set_table_limit()", PlanError)
+
+
+def keep_recent(least: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Cache the results of a function, tables on a device: those used last, up to `table_limit()` bytes, but at least
+    `least` of them, so that a plan with large tables does not build them again in every layer."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        entries: OrderedDict[Any, tuple[T, int]] = OrderedDict()
+        lock = threading.RLock()
+        total = 0
+
+        @wraps(function)
+        def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+            nonlocal total
+            with lock:
+                key = args, tuple(kwargs.items())
+                if key in entries:
+                    entries.move_to_end(key)
+                    return entries[key][0]
+                value = function(*args, **kwargs)
+                entries[key] = value, _num_bytes(value)
+                total += entries[key][1]
+                while total > table_limit() and len(entries) > least:
+                    total -= entries.popitem(last=False)[1][1]
+                return value
+
+        return cached
+
+    return decorate
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of all arrays and tensors in tuples and dataclasses."""
+    if is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    return sum(map(_num_bytes, value)) if isinstance(value, tuple) else getattr(value, "nbytes", 0)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
 
 
 BLOCK = 128

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.layouts import Layout
+from longspan.layouts.layout import to_device
 from longspan.run.group import run_collective
 from longspan.spans import Ints
 
@@ -76,4 +77,4 @@ def _moved(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor
 
 
 def _on(x: Tensor, index: Ints) -> Tensor:
-    return torch.as_tensor(index, device=x.device)
+    return to_device(torch.from_numpy(index), x.device)

@@ -230,7 +230,7 @@ class TilePositions:
     @staticmethod
     def of(batch: Span, heads: Span, q: Ints, kv: Ints, device: torch.device) -> TilePositions:
         rows, columns = (np.arange(span.start, span.stop, dtype=np.int64) for span in (batch, heads))
-        b, h, q_idx, kv_idx = (torch.as_tensor(n, device=device) for n in (rows, columns, q, kv))
+        b, h, q_idx, kv_idx = (to_device(torch.from_numpy(n), device) for n in (rows, columns, q, kv))
         tensors = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None], kv_idx[None, None, None]
         return TilePositions(batch, heads, q, kv, tensors)
 

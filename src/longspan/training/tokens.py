@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.layouts import Layout
+from longspan.layouts.layout import to_device
 from longspan.masks.document_rows import Documents
 from longspan.run.relayout import Relayout
 from longspan.run.simulated import SimulatedRank
@@ -297,7 +298,7 @@ def per_sequence(
     counts = torch.ones_like(flat, dtype=torch.bool)
     if mask is not None:
         counts = as_bool(mask, "mask", "If these are weights, multiply values by them.")[..., :real].reshape(-1)
-    where = torch.as_tensor(index.reshape(-1), device=values.device)
+    where = to_device(torch.from_numpy(index.reshape(-1)), values.device)
     terms = torch.stack((flat.masked_fill(~counts, 0.0), counts.double()))
     sums = Summed.apply(terms.new_zeros(2, total).index_add(1, where, terms), members, factor)
     result = sums[0] if reduce == "sum" else sums[0] / sums[1].clamp(min=1.0)  # type: ignore[index]
@@ -338,7 +339,7 @@ def per_token(
             numbers = members.meet("per_token", numbers, lambda parts: SumHere.apply(factor, *parts))  # type: ignore[arg-type,return-value]
         else:
             numbers = SumGradients.apply(numbers, members, factor)  # type: ignore[assignment]
-    tokens = numbers[torch.as_tensor(index, device=numbers.device)]
+    tokens = numbers[to_device(torch.from_numpy(index), numbers.device)]
     padding = numbers.new_full((len(index), cut.layout.num_padding(rank)), fill)
     return torch.cat((tokens, padding), dim=1)
 
