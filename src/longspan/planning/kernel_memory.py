@@ -89,6 +89,13 @@ def keep_recent(least: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
                     total -= entries.popitem(last=False)[1][1]
                 return value
 
+        def cache_clear() -> None:
+            nonlocal total
+            with lock:
+                entries.clear()
+                total = 0
+
+        cached.cache_clear = cache_clear  # pyright: ignore[reportFunctionMemberAccess]
         return cached
 
     return decorate
