@@ -95,7 +95,7 @@ def keep_recent(least: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 entries.clear()
                 total = 0
 
-        cached.cache_clear = cache_clear  # pyright: ignore[reportFunctionMemberAccess]
+        cached.cache_clear = cache_clear  # pyright: ignore[reportAttributeAccessIssue]
         return cached
 
     return decorate
