@@ -187,3 +187,47 @@ def test_inputs_of_layers_on_the_host_are_exact_and_are_all_that_leaves():
         if isinstance(hooks, Host):
             assert hooks.sizes.count(tokens * 64 * 2) >= 4  # an input for each of four layers
             assert sum(hooks.sizes) < 1.5 * 4 * tokens * 64 * 2 + 8 * tokens * 64 * 4
+
+
+class Rolled(nn.Module):
+    def __init__(self, reach):
+        super().__init__()
+        self.reach = reach
+
+    def forward(self, x):
+        return x + torch.roll(x, self.reach, 1)
+
+
+class Counting(nn.Linear):
+    def __init__(self, counts):
+        super().__init__(8, 8)
+        self.counts = counts
+        self.register_buffer("seen", torch.tensor([float("nan"), 0.0]))
+
+    def forward(self, x):
+        if self.counts:
+            self.seen += x.shape[1]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("reach", [2, 8, 16, 64])
+def test_modules_that_mix_distant_tokens_are_refused_in_tiles(reach):
+    layer = Layer(Rolled(reach))
+    tile(layer, 2)
+    layer(torch.randn(1, 1, 8))
+    layer(torch.randn(1, 2, 8))  # rolled by a multiple of their number, they stay in place
+    with pytest.raises(ValueError, match="treat each token separately"):
+        layer(torch.randn(1, 96, 8))
+
+
+def test_modules_that_count_in_buffers_are_refused_in_tiles():
+    x = torch.randn(1, 96, 8)
+    layer = Layer(Counting(False))  # NaN in a buffer that does not change is no alarm
+    whole = layer(x)
+    tile(layer, 2)
+    assert torch.allclose(layer(x), whole, atol=1e-6)
+    layer = Layer(Counting(True))
+    tile(layer, 2)
+    with pytest.raises(ValueError, match="seen"):
+        layer(x)
+    assert float(layer.mlp.seen[1]) == 0

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _MLPS = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
-_PROBE = 4
-"""Tokens for which a module is compared with itself on half of them."""
+_PROBE = 67
+"""Tokens for which a module is compared with itself on two parts of them; a prime, so that no stride fits into it."""
 
 
 def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None = None) -> list[str]:
@@ -43,6 +43,8 @@ def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None 
     >>> tile(model, 3), torch.allclose(model["mlp"](x), whole, atol=1e-6)
     (['mlp'], True)
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`model` must be a torch.nn.Module, but got {type(model).__name__}.")
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"`chunks` must be a positive integer, but got {chunks!r}.")
     wanted = None if modules is None else {id(module) for module in modules}
@@ -93,7 +95,7 @@ def _forward(module: nn.Module, chunks: int, name: str, config: Any, *args: Any,
         )
     hidden = args[0]
     dim = hidden.ndim - 2 if hidden.ndim < 4 else 1
-    if not getattr(module, "_longspan_tiles", False):
+    if getattr(module, "_longspan_checked", 0) < min(hidden.shape[dim], _PROBE):  # a first call may have few tokens
         _check_tokens(module, forward, name, hidden, dim)
     # With several batch rows a piece has gaps, but modules of transformers `view` their input.
     pieces = [piece.contiguous() for piece in hidden.chunk(chunks, dim=dim)]
@@ -115,7 +117,8 @@ def _join(outputs: list[Any], pieces: list[Tensor], dim: int) -> Any:
 
 
 def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str, hidden: Tensor, dim: int) -> None:
-    """Raise if the module computes other rows for a few tokens than for each half of them. Runs once per module."""
+    """Raise if the module computes other rows for a few tokens than for two parts of them, or changes its buffers,
+    which would count tokens twice."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} ({type(module).__name__}) must run once before it is compiled, to check that it treats each token"
@@ -123,10 +126,23 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
         )
     if hidden.shape[dim] < 2:
         return  # checked by a later call
+    buffers = dict(module.named_buffers())
+    before = {key: buffer.clone() for key, buffer in buffers.items()}
     with torch.no_grad():
         few = hidden.detach().narrow(dim, 0, min(_PROBE, hidden.shape[dim])).contiguous()
-        parts = [half.contiguous() for half in few.chunk(2, dim=dim)]
+        sizes = [few.shape[dim] // 2, few.shape[dim] - few.shape[dim] // 2]
+        parts = [part.contiguous() for part in few.split(sizes, dim=dim)]
         whole, halves = forward(few), [forward(part) for part in parts]
+        changed = [  # NaN stays NaN
+            key for key, old in before.items() if bool(((buffers[key] != old) & (buffers[key] == buffers[key])).any())
+        ]
+        for key, buffer in buffers.items():
+            buffer.copy_(before[key])
+    if changed:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) must not change its buffers to be tiled, since each tile runs twice, but"
+            f" it changes {changed[0]!r}. Leave it out: pass modules= to tile."
+        )
     outs = whole if isinstance(whole, tuple) else (whole,)
     lead = few.shape[: dim + 1]
     for out in outs:
@@ -143,6 +159,6 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
         if not bool(((other - out).abs() <= bar).all()):
             raise ValueError(
                 f"{name} ({type(module).__name__}) must treat each token separately to be tiled, but it computes other"
-                f" rows for {few.shape[dim]} tokens than for each half of them. Leave it out: pass modules= to tile."
+                f" rows for {few.shape[dim]} tokens than for two parts of them. Leave it out: pass modules= to tile."
             )
-    vars(module)["_longspan_tiles"] = True
+    vars(module)["_longspan_checked"] = few.shape[dim]
