@@ -122,7 +122,7 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} ({type(module).__name__}) must run once before it is compiled, to check that it treats each token"
-            f" separately. Call the model once, on any input, before torch.compile."
+            f" separately. Call the model once, on {_PROBE} tokens or more, before torch.compile."
         )
     if hidden.shape[dim] < 2:
         return  # checked by a later call
