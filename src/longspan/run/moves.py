@@ -479,7 +479,8 @@ def table_of(moves: Iterable[Move]) -> Ints:
                 counts.append(num)
                 num_lines += num
             bounds.append(bounds[-1] + num_lines)
-    runs = np.array([run for _, both in chosen for move in both for lane in move.lanes for run in lane.runs])
+    all_runs = chain.from_iterable(lane.runs for _, both in chosen for move in both for lane in move.lanes)
+    runs = np.fromiter(chain.from_iterable(all_runs), dtype=np.int64).reshape(-1, 3)
     each = np.array(lanes, dtype=np.int64).repeat(counts, axis=0)
     lines = np.empty((len(runs), COLUMNS), dtype=np.int64)
     lines[:, 1], lines[:, 2], lines[:, 3:] = each[:, 6], runs[:, 2], each[:, 7:]

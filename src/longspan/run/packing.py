@@ -138,18 +138,19 @@ def _have_all(runs: Ints, wanted: Ints) -> bool:
 
 
 MAX_CACHED = 2048
-_cached: dict[tuple[Any, int, int], tuple[Ints, Ints, Any]] = {}
-"""Results for two arrays, with the arrays, so that no others get their ids."""
+_cached: dict[tuple[Any, ...], tuple[tuple[Ints, ...], Any]] = {}
+"""Results for arrays, with the arrays, so that no others get their ids."""
 
 
-def cached(function: Callable[[Ints, Ints], T], a: Ints, b: Ints) -> T:
-    """Return the function of two arrays that never change. Pieces of one walk share their arrays of runs."""
-    entry = _cached.get((function, id(a), id(b)))
+def cached(function: Callable[..., T], *arrays: Ints) -> T:
+    """Return the function of arrays that never change. Pieces of one plan and rank share their arrays of runs."""
+    key = function, *map(id, arrays)
+    entry = _cached.get(key)
     if entry is None:
         if len(_cached) >= MAX_CACHED:
             _cached.clear()
-        entry = _cached[function, id(a), id(b)] = a, b, function(a, b)
-    return entry[2]
+        entry = _cached[key] = arrays, function(*arrays)
+    return entry[1]
 
 
 def common_rows(source: Ints, target: Ints) -> list[Run]:
@@ -222,15 +223,15 @@ def gather(stores: Sequence[TokenStore], target: TokenStore, what: object) -> No
     if stores and have_all(stores[0].runs, target.runs):
         return stores[0].copy_to(target, common_rows(stores[0].runs, target.runs))
     assert stores, f"{what} is not held"
-    for store, runs in zip(stores, first_rows([store.runs for store in stores], target.runs), strict=True):
+    for store, runs in zip(stores, cached(first_rows, target.runs, *[store.runs for store in stores]), strict=True):
         store.copy_to(target, runs)
     return None
 
 
-def first_rows(sources: Sequence[Ints], target: Ints) -> list[list[Run]]:
+def first_rows(target: Ints, *sources: Ints) -> list[list[Run]]:
     """Return for each source the runs of local rows that no earlier source has, as `common_rows` does.
 
-    >>> first_rows([laid_out(np.array([[2, 4]])), laid_out(np.array([[0, 6]]))], laid_out(np.array([[0, 5]])))
+    >>> first_rows(laid_out(np.array([[0, 5]])), laid_out(np.array([[2, 4]])), laid_out(np.array([[0, 6]])))
     [[(2, 0, 2)], [(0, 0, 2), (4, 4, 1)]]
     """
     held = np.concatenate(sources)
