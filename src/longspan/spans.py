@@ -200,11 +200,13 @@ def steps_within(counts: Ints) -> Ints:
 
 def join(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     """Return index pairs (i, j) of rows of `a` and `b` that share a position; `b` must be sorted and disjoint."""
-    low = np.searchsorted(b[:, 1], a[:, 0], side="right")
-    high = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    low = b[:, 1].searchsorted(a[:, 0], side="right")
+    high = b[:, 0].searchsorted(a[:, 1], side="left")
     count = np.maximum(high - low, 0)
-    left = np.repeat(np.arange(len(a), dtype=np.int64), count)
-    return left, np.repeat(low, count) + steps_within(count)
+    left = np.arange(len(a), dtype=np.int64)
+    if (count == 1).all():  # often, and faster
+        return left, low
+    return left.repeat(count), low.repeat(count) + steps_within(count)
 
 
 def intersect(a: Ints, b: Ints) -> Ints:

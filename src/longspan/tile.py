@@ -76,6 +76,8 @@ class Tile:
             lo = lo - shift if lo - shift > k0 - k1 + 1 else None
         if hi is not None:
             hi = hi - shift if hi - shift < q1 - q0 - 1 else None
+        if (q0, q1, k0, k1, lo, hi) == (self.q0, self.q1, self.k0, self.k1, self.lo, self.hi):
+            return self
         return replace(self, q0=q0, q1=q1, k0=k0, k1=k1, lo=lo, hi=hi)
 
 

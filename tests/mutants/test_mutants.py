@@ -78,14 +78,19 @@ def kernels(patch, forward=None, backward=None):
 
 def all_tiles(patch, change, directions=("forward", "backward")):
     """Computes have other tiles: change(list of tiles, number of keys) -> list of tiles."""
-    original = walk.tiles_for
+    original, launch, walking = walk.tiles_for, walk.Walk.launch, []
 
-    def changed(plan, which, compute, plane, q, kv):
-        found = original(plan, which, compute, plane, q, kv)
+    def changed(plan, compute, plane, q, kv):
+        found = original(plan, compute, plane, q, kv)
         num_keys = kv.tensors[0].shape[2]
-        return KnownTiles(change(list(found), num_keys) if which[1] in directions else found)
+        return KnownTiles(change(list(found), num_keys) if walking[-1] in directions else found)
+
+    def launched(self, *args):
+        walking.append(self.direction)
+        return launch(self, *args)
 
     patch.setattr(walk, "tiles_for", changed)
+    patch.setattr(walk.Walk, "launch", launched)
 
 
 def tiles(patch, change):

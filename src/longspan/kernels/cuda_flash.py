@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -205,19 +205,19 @@ class Launch:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        return max(tile.rows for tile in self.tiles), max(tile.cols for tile in self.tiles)
+        return self.rows.longest, self.cols.longest
 
     @cached_property
     def is_square(self) -> bool:
-        return all(tile.rows == tile.cols for tile in self.tiles)
+        return self.rows.sizes == self.cols.sizes
 
     @cached_property
     def rows(self) -> Side:
-        return Side("rows", [(tile.q0, tile.rows) for tile in self.tiles])
+        return Side("rows", [tile.q0 for tile in self.tiles], [tile.rows for tile in self.tiles])
 
     @cached_property
     def cols(self) -> Side:
-        return Side("cols", [(tile.k0, tile.cols) for tile in self.tiles])
+        return Side("cols", [tile.k0 for tile in self.tiles], [tile.cols for tile in self.tiles])
 
     def queries(self, x_BHQD: Tensor, index: Index | None = None) -> Tensor:
         return self._packed(x_BHQD, self.rows, index)
@@ -239,7 +239,7 @@ class Launch:
     def _picked(self, x: Tensor, dim: int, side: Side, index: Index | None = None) -> Tensor:
         """Return the rows of all tiles, one tile after the other."""
         if side.is_one_run:  # neighbours in memory: nothing to copy
-            return x if side.total == x.shape[dim] else x.narrow(dim, side.runs[0][0], side.total)
+            return x if side.total == x.shape[dim] else x.narrow(dim, side.firsts[0], side.total)
         return x.index_select(dim, self._index(side, None, x.device, index))
 
     def starts(self, like_BHQD: Tensor, index: Index | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -288,25 +288,30 @@ class Side:
     """The first row and the number of rows of every tile of a launch, among queries or among keys."""
 
     name: str
-    runs: list[tuple[int, int]]
+    firsts: list[int]
+    sizes: list[int]
 
     @cached_property
     def total(self) -> int:
-        return sum(n for _, n in self.runs)
+        return sum(self.sizes)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.sizes)
 
     @cached_property
     def is_one_run(self) -> bool:
-        return all(a + n == b for (a, n), (b, _) in pairwise(self.runs))
+        return list(accumulate(self.sizes, initial=self.firsts[0]))[:-1] == self.firsts
 
     def tokens(self) -> NDArray[np.int32]:
         """Return all rows, tile by tile."""
-        first, num = np.array(self.runs, dtype=np.int32).T
+        first, num = np.array(self.firsts, dtype=np.int32), np.array(self.sizes, dtype=np.int32)
         ends = np.cumsum(num, dtype=np.int32)
         return np.repeat(first - ends + num, num) + np.arange(self.total, dtype=np.int32)
 
     def starts(self, batch: int) -> NDArray[np.int32]:
         """Return the first row of every tile of every batch row among the packed rows, and their number."""
-        return np.cumsum([0, *(n for _, n in self.runs * batch)], dtype=np.int32)
+        return np.cumsum([0, *self.sizes * batch], dtype=np.int32)
 
 
 def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = False) -> list[Launch]:

@@ -104,12 +104,25 @@ def _move_arguments(
 ) -> tuple[list[Ints], tuple[torch.dtype, torch.dtype], dict[str, Any]] | None:
     """Return the numeric arguments of each move, the dtypes as which sources and targets are read and written, and the
     constants; None if dtypes differ between the moves."""
-    moves = list(zip(forms[::2], forms[1::2], strict=True))
-    strides = [(_byte_strides(source), _byte_strides(target)) for source, target in moves]
-    for both in strides:
-        unit = gcd(unit, *both[0], *both[1])
-    for _, (_, dim, form) in moves:
+    strides = [_byte_strides(form) for form in forms]
+    for each in strides:
+        unit = gcd(unit, *each)
+    for _, dim, form in forms[1::2]:
         assert dim == 1 or form is None or form[3] == 1, "written rows must be dense"
+    found = _move_constants(tuple([(dtype, dim) for dtype, dim, _ in forms]), unit, kind, rows)
+    if found is None:
+        return None
+    dims, as_types, constants = found
+    numbers = [(dim, *source, *target) for dim, source, target in zip(dims, strides[::2], strides[1::2], strict=True)]
+    return numbers, as_types, constants
+
+
+@lru_cache(maxsize=KNOWN)
+def _move_constants(
+    rows_of: tuple[tuple[torch.dtype, int], ...], unit: int, kind: str, rows: int
+) -> tuple[list[int], tuple[torch.dtype, torch.dtype], dict[str, Any]] | None:
+    """Return what does not depend on the number of tokens: new plans have new strides, but the same constants."""
+    moves = list(zip(rows_of[::2], rows_of[1::2], strict=True))
     types = {(source[0], target[0]) for source, target in moves}
     if kind != "add" and all(a == b for a, b in types):
         # Copies of words of any dtype are the same kernel. Rows are whole words, too. Words of fills hold a value.
@@ -123,12 +136,11 @@ def _move_arguments(
     else:
         return None
     aligned = unit == VECTOR and all(dim % VECTOR == 0 for dim in dims)
-    numbers = [(dim, *source[:3], *target[:3]) for dim, (source, target) in zip(dims, strides, strict=True)]
     constants = {
         "KIND": {"copy": 0, "add": 1, "fill": 2}[kind], "ROWS": rows, "DIM": _power(max(dims)), "ALIGNED": aligned,
         "enable_fp_fusion": False,
     }  # fmt: skip
-    return numbers, as_types, constants
+    return dims, as_types, constants
 
 
 @lru_cache(maxsize=64)
@@ -181,9 +193,10 @@ def _state_arguments(forms: tuple[Form, ...], unit: int, finishes: bool, rows: i
 def _byte_strides(form: Form) -> Ints:
     """Return the strides of batch rows, heads and tokens in bytes; of parts of messages, only that of tokens."""
     dtype, dim, strides = form
+    size = dtype.itemsize
     if strides is None:
-        return 0, 0, dim * dtype.itemsize
-    return tuple(stride * dtype.itemsize for stride in strides[:3])
+        return 0, 0, dim * size
+    return strides[0] * size, strides[1] * size, strides[2] * size
 
 
 def _dense(place: Place) -> Place:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -44,16 +45,18 @@ class Stretch:
         """Return rows start to stop of the stretch."""
         if (start, stop) == (self.start, self.stop):
             return self
-        tensors = tuple(t[:, :, start - self.start : stop - self.start] for t in self.tensors)
-        return Stretch(start, stop, tensors, self.is_state)
+        first, last = start - self.start, stop - self.start
+        return Stretch(start, stop, tuple([t.part(first, last) for t in self.tensors]), self.is_state)
 
     def with_next(self, other: Stretch) -> Stretch | None:
         """Return both as one stretch if the other follows, in memory, too; else None."""
         if self.stop != other.start or self.is_state != other.is_state:
             return None
-        if not all(b.follows(a) for a, b in zip(self.tensors, other.tensors, strict=True)):
-            return None
-        tensors = tuple(a.with_next(b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        pairs = list(zip(self.tensors, other.tensors, strict=True))
+        for a, b in pairs:
+            if not b.follows(a):
+                return None
+        tensors = tuple([a.with_next(b) for a, b in pairs])
         return Stretch(self.start, other.stop, tensors, self.is_state)
 
 
@@ -282,22 +285,30 @@ class Sum(ByRows):
                 self._recorder.copy_runs(target, source, parts)
         return [run for parts in copies.values() for run in parts]
 
-    def drop(self, start: int, stop: int) -> None:
-        """Forget what was added to local rows start to stop."""
-        first = last = bisect_right(self._stretches, start, key=_stop_of)
+    def drop(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Forget what was added to local rows start to stop of each of the spans, which are disjoint."""
         kept: list[Stretch] = []
-        while last < len(self._stretches) and self._stretches[last].start < stop:
-            stretch = self._stretches[last]
-            kept += [stretch.part(stretch.start, start)] if stretch.start < start else []
-            kept += [stretch.part(stop, stretch.stop)] if stretch.stop > stop else []
-            last += 1
-        self._stretches[first:last] = kept
+        ordered = sorted(spans)
+        at = 0
+        for stretch in self._stretches:
+            while at < len(ordered) and ordered[at][1] <= stretch.start:
+                at += 1
+            begin, number = stretch.start, at
+            while number < len(ordered) and ordered[number][0] < stretch.stop:
+                start, stop = ordered[number]
+                if begin < start:
+                    kept.append(stretch.part(begin, start))
+                begin = max(begin, stop)
+                number += 1
+            if begin < stretch.stop:
+                kept.append(stretch.part(begin, stretch.stop))
+        self._stretches = kept
 
     def write(self, targets: Sequence[Rows]) -> None:
         """Write the sums, rounded once, into tensors of the same rows."""
         for i, target in enumerate(targets):
             for stretch in self._stretches:
-                target[:, :, stretch.start : stretch.stop].copy_(stretch.tensors[i])
+                target.part(stretch.start, stretch.stop).copy_(stretch.tensors[i])
             for gap in self._gaps(target.shape[2]):
                 target[:, :, gap].fill_(0.0)
 
@@ -332,7 +343,7 @@ class SumInto(Sum):
             self._begin(new.part(at, new.stop))
 
     def _begin(self, new: Stretch) -> None:
-        mine = tuple(target[:, :, new.start : new.stop] for target in self._targets)
+        mine = tuple([target.part(new.start, new.stop) for target in self._targets])
         for target, first in zip(mine, new.tensors, strict=True):
             target.copy_(first)
         super().take(Stretch(new.start, new.stop, mine, is_state=True))
@@ -367,9 +378,8 @@ class SumByHeads:
         if set(self._sums) <= {self._whole}:
             return self.of(self._whole).result(dtype)
         size = len(self._whole[0]) * len(self._whole[1])
-        disjoint = not any(_overlap(a, b) for a in self._sums for b in self._sums if a is not b)
         recorder = self._like[0].recorder
-        if disjoint and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
+        if are_disjoint(self._sums) and sum(len(heads) * len(rows) for heads, rows in self._sums) == size:
             out = tuple(recorder.new(t.shape, dtype) for t in self._like)
             for key, sums in self._sums.items():
                 sums.write(self._part(out, key))
@@ -381,8 +391,17 @@ class SumByHeads:
         return total
 
 
-def _overlap(a: Key, b: Key) -> bool:
-    return all(x.start < y.stop and y.start < x.stop for x, y in zip(a, b, strict=True))
+def are_disjoint(keys: Iterable[Key]) -> bool:
+    """Return whether no two of the keys share a head of a batch row."""
+    for (heads, batch), (others, rows) in combinations(keys, 2):
+        if (
+            heads.start < others.stop
+            and others.start < heads.stop
+            and batch.start < rows.stop
+            and rows.start < batch.stop
+        ):
+            return False
+    return True
 
 
 # -- Terms: gradients of keys by chunk of queries, added along one tree of chunks --------------------------------------

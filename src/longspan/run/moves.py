@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -162,25 +162,39 @@ def group_operations(log: Iterable[Note | Event]) -> list[Group | Event]:
 
 def _groups(notes: Sequence[Note]) -> list[Group]:
     if len(notes) == 1:
-        return [Group(notes[0].kind, notes[0].value, _lanes(notes))]
+        return [Group(notes[0].kind, notes[0].value, _lanes(notes, {}))]
+    known: dict[int, list[Run]] = {}
     by_key: dict[tuple[Any, ...], list[Note]] = {}
     for note, level in zip(notes, levels_of(notes), strict=True):
         key: list[object] = [level, note.kind, note.value]
         for side in note.sides:
-            key += [side.buffer.root.number, side.buffer.shape[3], side.buffer.dtype]
+            buffer = side.buffer
+            key += (buffer.root.number, buffer.shape[3], buffer.dtype)
             if note.kind in ALONE:
                 key += [side.batch, side.heads]
         by_key.setdefault(tuple(key), []).append(note)
     ordered = sorted(by_key.items(), key=lambda item: item[0][:2])
-    return [Group(key[1], key[2], _lanes(group), key[0]) for key, group in ordered]
+    return [Group(key[1], key[2], _lanes(group, known), key[0]) for key, group in ordered]
 
 
-def _lanes(notes: Sequence[Note]) -> list[RowLane]:
-    lanes: dict[tuple[Place, ...], list[Run]] = {}
+def _lanes(notes: Sequence[Note], known: dict[int, list[Run]]) -> list[RowLane]:
+    lanes: dict[tuple[int, ...], list[Note]] = {}
     for note in notes:
-        places = tuple([(side.buffer, side.batch, side.heads) for side in note.sides])
-        lanes.setdefault(places, []).extend(note.runs)
-    return [RowLane(places, joined(runs)) for places, runs in lanes.items()]
+        key: list[int] = []
+        for side in note.sides:
+            batch, heads = side.batch, side.heads
+            key += (side.buffer.number, batch.start, batch.stop, heads.start, heads.stop)
+        lanes.setdefault(tuple(key), []).append(note)
+    result: list[RowLane] = []
+    for each in lanes.values():
+        if len(each) == 1:  # rows of keys and values, for example, have the same runs
+            runs = known.get(id(each[0].runs))
+            if runs is None:
+                runs = known[id(each[0].runs)] = joined(each[0].runs)
+        else:
+            runs = joined([run for note in each for run in note.runs])
+        result.append(RowLane(tuple([(side.buffer, side.batch, side.heads) for side in each[0].sides]), runs))
+    return result
 
 
 def joined(runs: Sequence[Run]) -> list[Run]:
@@ -250,22 +264,31 @@ def levels_of(notes: Sequence[Note]) -> list[int]:
 
 def _are_independent(notes: Sequence[Note]) -> bool:
     """Return whether no operation reads or writes what another one writes, as far as is seen at once."""
-    written: dict[int, dict[tuple[Span, Span], list[tuple[int, int]]]] = {}
+    written: dict[int, dict[tuple[int, ...], list[Sequence[Run]]]] = {}
     for note in notes:
-        tokens = [(dst, dst + num) for dst, _, num in note.runs]
         for side in note.sides[: note.kind.num_targets]:
-            written.setdefault(side.buffer.number, {}).setdefault((side.batch, side.heads), []).extend(tokens)
+            place = side.batch.start, side.batch.stop, side.heads.start, side.heads.stop
+            written.setdefault(side.buffer.number, {}).setdefault(place, []).append(note.runs)
     for note in notes:
-        if any(side.buffer.number in written for side in note.sides[note.kind.num_targets :]):
-            return False
+        for side in note.sides[note.kind.num_targets :]:
+            if side.buffer.number in written:
+                return False
+    disjoint: set[int] = set()
     for lanes in written.values():
-        for (a, b), (c, d) in combinations(lanes, 2):
-            if _overlap(a, c) and _overlap(b, d):
-                return False
-        for tokens in lanes.values():
-            tokens.sort()
-            if any(a[1] > b[0] for a, b in pairwise(tokens)):
-                return False
+        if len(lanes) > 1:
+            for a, b in combinations(lanes, 2):
+                if a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]:
+                    return False
+        for lists in lanes.values():
+            if len(lists) == 1 and (len(lists[0]) == 1 or id(lists[0]) in disjoint):
+                continue
+            stop = 0
+            for dst, _, num in sorted(chain.from_iterable(lists)):
+                if dst < stop:
+                    return False
+                stop = dst + num
+            if len(lists) == 1:
+                disjoint.add(id(lists[0]))
     return True
 
 
@@ -380,36 +403,6 @@ class Move:
 
     # -- By lines of a table -------------------------------------------------------------------------------------------
 
-    def add_lines(self, low: int) -> Ints | None:
-        """Set the lines of a table from `low` on, and return them; None if PyTorch's operators are used.
-
-        A single run is one operator of PyTorch, unless it is fused or a merge, which would be several. Fills are rare,
-        so that a few of them are not worth a kernel that has to be compiled.
-        """
-        moves = [self] if self.fused_with is None else [self, self.fused_with]
-        num_runs = sum(len(lane.runs) for move in moves for lane in move.lanes)
-        if self.kind not in ALONE and num_runs <= (FEW if self.kind is Kind.FILL else 1):
-            return None
-        if not all(move._is_addressable(side) for move in moves for side in (0, -1)):
-            return None
-        rows = fused.rows_per_program(max(move.lanes[0].places[0][0].shape[3] for move in moves))
-        tables = [move._lines(rows, SECOND * number) for number, move in enumerate(moves)]
-        counts = np.concatenate([counts for _, counts in tables])
-        ends = np.cumsum(counts)
-        lines = np.concatenate([lines for lines, _ in tables])
-        lines[:, 0] = ends - counts
-        bounds = [0, len(tables[0][0]), len(lines)] if len(moves) == 2 else [0, len(lines)]
-        units = [_unit(lines) for lines, _ in tables]
-        spans = [*pairwise(bounds), (0, len(lines))][: 3 if len(moves) == 2 else 1]
-        self.lines = tuple(
-            fused.Lines(
-                low + a, low + b, int(lines[a, 0]), int(ends[b - 1] - lines[a, 0]), rows,
-                units[number] if number < len(moves) else min(units),
-            )
-            for number, (a, b) in enumerate(spans)
-        )  # fmt: skip
-        return lines
-
     def _is_addressable(self, side: int) -> bool:
         """Return whether one side of all lanes is in one message, or in one tensor; states and what is merged into them
         must be tensors."""
@@ -417,27 +410,6 @@ class Move:
         if is_part(buffers[0]):
             return self.kind not in ALONE and all(map(is_part, buffers))
         return all(buffer is buffers[0] for buffer in buffers)
-
-    def _lines(self, rows: int, flags: int) -> tuple[Ints, Ints]:
-        """Return a line for every run, without its first program, and the number of its programs."""
-        lanes: list[tuple[int, ...]] = []
-        for lane in self.lanes:
-            source, target = lane.places[-1], lane.places[0]
-            kinds = FROM_MESSAGE * is_part(source[0]) + INTO_MESSAGE * is_part(target[0])
-            batch, heads = len(target[1]), len(target[2])
-            lanes.append((flags + kinds, batch * heads, heads, *_place_numbers(*source), *_place_numbers(*target)))
-        runs = np.array([run for lane in self.lanes for run in lane.runs], dtype=np.int64)
-        each = np.repeat(np.array(lanes, dtype=np.int64), [len(lane.runs) for lane in self.lanes], axis=0)
-        lines = np.empty((len(runs), COLUMNS), dtype=np.int64)
-        lines[:, 1], lines[:, 2], lines[:, 3:] = each[:, 0], runs[:, 2], each[:, 2:]
-        for column, side, start in ((4, -1, runs[:, 1]), (7, 0, runs[:, 0])):
-            buffer = self.lanes[0].places[side][0]
-            if is_part(buffer):
-                assert buffer.dtype is not None
-                lines[:, column] += start * (buffer.shape[3] * buffer.dtype.itemsize)
-            else:
-                lines[:, column + 2] = start
-        return lines, -(-runs[:, 2] // rows) * each[:, 1]
 
     def _launch(self, memory: Memory, table: Tensor) -> None:
         if self.kind in ALONE:
@@ -460,6 +432,84 @@ class Move:
         return _place(memory, places[-1][0]), _place(memory, places[0][0])
 
 
+def table_of(moves: Iterable[Move]) -> Ints:
+    """Return a table with the lines of all moves, and set where those of each move are.
+
+    A move has no lines if PyTorch's operators are used. A single run is one operator, unless it is fused or a merge,
+    which would be several. Fills are rare, so that a few of them are not worth a kernel that has to be compiled.
+    """
+    chosen: list[tuple[Move, list[Move]]] = []
+    for move in moves:
+        both = [move] if move.fused_with is None else [move, move.fused_with]
+        num_runs = sum([len(lane.runs) for each in both for lane in each.lanes])
+        if move.kind not in ALONE and num_runs <= (FEW if move.kind is Kind.FILL else 1):
+            continue
+        if all(each._is_addressable(side) for each in both for side in (0, -1)):
+            chosen.append((move, both))
+    if not chosen:
+        return np.zeros((0, COLUMNS), dtype=np.int64)
+    # Per lane: number of programs by rows, factors of first tokens, and columns 1 and 3 to 9 of its lines.
+    lanes: list[tuple[int, ...]] = []
+    counts: list[int] = []
+    """Runs of each lane."""
+    bounds: list[int] = [0]
+    """Where the lines of each move begin and end; a fused move counts as two."""
+    rows_of: list[int] = []
+    for _, both in chosen:
+        rows_of.append(fused.rows_per_program(max(each.lanes[0].places[0][0].shape[3] for each in both)))
+        for number, move in enumerate(both):
+            num_lines = 0
+            for lane in move.lanes:
+                flags, numbers = SECOND * number, ()
+                factors: tuple[int, ...] = ()
+                for place, flag in ((lane.places[-1], FROM_MESSAGE), (lane.places[0], INTO_MESSAGE)):
+                    buffer, batch, heads = place
+                    if is_part(buffer):
+                        assert buffer.dtype is not None
+                        by_batch, by_head = (stride * buffer.dtype.itemsize for stride in buffer.strides[:2])
+                        offset = buffer.offset + batch.start * by_batch + heads.start * by_head
+                        numbers = *numbers, offset, by_batch, by_head
+                        factors = *factors, buffer.shape[3] * buffer.dtype.itemsize, 0
+                        flags += flag
+                    else:
+                        numbers = *numbers, batch.start, heads.start, 0
+                        factors = *factors, 0, 1
+                (_, batch, heads), num = lane.places[0], len(lane.runs)
+                lanes.append((rows_of[-1], len(batch) * len(heads), *factors, flags, len(heads), *numbers))
+                counts.append(num)
+                num_lines += num
+            bounds.append(bounds[-1] + num_lines)
+    all_runs = chain.from_iterable(lane.runs for _, both in chosen for move in both for lane in move.lanes)
+    runs = np.fromiter(chain.from_iterable(all_runs), dtype=np.int64).reshape(-1, 3)
+    each = np.array(lanes, dtype=np.int64).repeat(counts, axis=0)
+    lines = np.empty((len(runs), COLUMNS), dtype=np.int64)
+    lines[:, 1], lines[:, 2], lines[:, 3:] = each[:, 6], runs[:, 2], each[:, 7:]
+    for column, start, factor in ((4, runs[:, 1], 2), (7, runs[:, 0], 4)):
+        lines[:, column] += start * each[:, factor]
+        lines[:, column + 2] += start * each[:, factor + 1]
+    programs = -(-runs[:, 2] // each[:, 0]) * each[:, 1]
+    lines[:, 0] = np.cumsum(programs) - programs  # from the first move on; see below
+    # The largest power of 2 that divides offsets and strides inside messages is the lowest bit of all of them.
+    bits = np.zeros(len(lines), dtype=np.int64)
+    for flag, column in ((FROM_MESSAGE, 4), (INTO_MESSAGE, 7)):
+        bits |= np.where(lines[:, 1] & flag, np.bitwise_or.reduce(lines[:, column : column + 3], axis=1), 0)
+    units = [bit & -bit for bit in (np.bitwise_or.reduceat(bits, bounds[:-1]) | fused.VECTOR).tolist()]
+    firsts = [*lines[bounds[:-1], 0].tolist(), int(lines[-1, 0] + programs[-1])]
+    at = 0
+    for (move, both), rows in zip(chosen, rows_of, strict=True):
+        base, last = firsts[at], at + len(both)
+        spans = [(n, n + 1) for n in range(at, last)] + ([(at, last)] if len(both) == 2 else [])
+        move.lines = tuple(
+            fused.Lines(
+                bounds[a], bounds[b], firsts[a] - base, firsts[b] - firsts[a], rows, min(units[a:b])
+            )
+            for a, b in spans
+        )  # fmt: skip
+        lines[bounds[at] : bounds[last], 0] -= base
+        at = last
+    return lines
+
+
 def is_part(buffer: Buffer) -> bool:
     """Return whether kernels can address the buffer inside its message. An unaligned part is a separate tensor."""
     return buffer.inside is not None and not buffer.is_unaligned
@@ -472,24 +522,6 @@ def _place(memory: Memory, buffer: Buffer) -> fused.Place:
         return fused.Place(memory.get(buffer.inside), buffer.dtype, buffer.shape[3], is_message=True)
     tensor = memory.get(buffer)
     return fused.Place(tensor, tensor.dtype, buffer.shape[3], is_message=False)
-
-
-def _place_numbers(buffer: Buffer, batch: Span, heads: Span) -> tuple[int, int, int]:
-    """Return the three numbers of a place in a line, without its token; see `run/triton_kernels.py`."""
-    if not is_part(buffer):
-        return batch.start, heads.start, 0
-    assert buffer.dtype is not None
-    by_batch, by_head = (stride * buffer.dtype.itemsize for stride in buffer.strides[:2])
-    return buffer.offset + batch.start * by_batch + heads.start * by_head, by_batch, by_head
-
-
-def _unit(lines: Ints) -> int:
-    """Return the largest power of 2, up to a vector, that divides offsets and strides inside messages."""
-    unit = fused.VECTOR
-    for flag, columns in ((FROM_MESSAGE, slice(4, 7)), (INTO_MESSAGE, slice(7, 10))):
-        if lines[0, 1] & flag:
-            unit = int(np.gcd(unit, np.gcd.reduce(lines[:, columns], axis=None)))
-    return unit
 
 
 def _text(kind: Kind, lane: RowLane) -> str:

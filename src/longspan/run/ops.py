@@ -21,7 +21,7 @@ from torch import Tensor
 from longspan import _torch
 from longspan._compile import lookup_value, register_value, run_eagerly
 from longspan.errors import PlanError
-from longspan.kernels import Features, choose_kernel, full_name, kernel_named, why_not_inside
+from longspan.kernels import Features, Kernel, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
 from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
@@ -317,6 +317,13 @@ def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> lis
     return separate
 
 
+def kernel_for(plan: Plan, kernel: str, q: Tensor, k: Tensor, v: Tensor, functions: Scoring | None) -> Kernel:
+    """Return the kernel of a call with a plan and score functions."""
+    drops = functions is not None and functions.dropout is not None
+    features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
+    return kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, functions, q)))
+
+
 def run_forward(
     q: Tensor,
     k: Tensor,
@@ -355,10 +362,7 @@ def run_forward(
             functions = scores.scoring(captured, constants, q, plan)
         elif scoring:
             functions = lookup_value(scoring)
-        drops = functions is not None and functions.dropout is not None
-        features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
-        why_not = lambda: why_not_inside(plan.mask, functions, q)  # noqa: E731
-        chosen = kernel_named(choose_kernel(kernel, q, k, v, features, why_not))
+        chosen = kernel_for(plan, kernel, q, k, v, functions)
         if needs_shared_grads and plan.chunks is not None:
             raise PlanError(
                 f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
@@ -397,8 +401,7 @@ def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backwar
             (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
         )
     )  # fmt: skip
-    features = Features(not plan.is_structured, False, False, plan.chunks is not None)
-    chosen = kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, None, q)))
+    chosen = kernel_for(plan, kernel, q, k, v, None)
     plan.mask.refresh_captures()
     with on_device(device):
         prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)

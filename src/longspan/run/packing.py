@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from longspan.planning.steps import Moved, Piece, Role, Sizes
 from longspan.run.recorder import Buffer, Recorder, Rows, Run
-from longspan.spans import Ints, Span, as_table, by_position, intersect, join, subtract, total
+from longspan.spans import Ints, Span, as_table, by_position, join, run_table, steps_within, total
 from longspan.tile import accumulation_dtype
 
 # -- Pieces as bytes ---------------------------------------------------------------------------------------------------
@@ -95,6 +95,25 @@ def runs_of(spans: tuple[Span, ...]) -> Ints:
     return laid_out(as_table(spans))
 
 
+class PieceRuns:
+    """The runs of a rank's pieces: the same array for the same rows, in both directions."""
+
+    def __init__(self, own: Ints) -> None:
+        self.own = own
+        self._by_spans: dict[tuple[Span, ...], Ints] = {}
+        self._by_id: dict[int, tuple[tuple[Span, ...], Ints]] = {}
+        """With the spans, so that no others get their id; most pieces share them, and a hash takes long."""
+
+    def of(self, spans: tuple[Span, ...]) -> Ints:
+        known = self._by_id.get(id(spans))
+        if known is None:
+            runs = self._by_spans.get(spans)
+            if runs is None:
+                runs = self._by_spans[spans] = runs_of(spans)
+            known = self._by_id[id(spans)] = spans, runs
+        return known[1]
+
+
 def laid_out(spans: Ints) -> Ints:
     """Return the runs of rows in the order of a table of (start, stop)."""
     sizes = spans[:, 1] - spans[:, 0]
@@ -107,26 +126,31 @@ def have_all(runs: Ints, wanted: Ints) -> bool:
     >>> have_all(laid_out(np.array([[0, 8]])), laid_out(np.array([[6, 8], [0, 3]])))
     True
     """
-    return runs is wanted or cached(_have_all, runs, wanted)
+    if runs is wanted or not len(wanted):
+        return True
+    if not len(runs) or wanted[0, 0] < runs[0, 0] or wanted[-1, 1] > runs[-1, 1]:  # mostly, if not all
+        return False
+    return cached(_have_all, runs, wanted)
 
 
 def _have_all(runs: Ints, wanted: Ints) -> bool:
-    return total(intersect(wanted[:, :2], runs[:, :2])) == total(wanted)
+    return sum([num for _, _, num in common_rows(runs, wanted)]) == total(wanted)
 
 
 MAX_CACHED = 2048
-_cached: dict[tuple[Any, int, int], tuple[Ints, Ints, Any]] = {}
-"""Results for two arrays, with the arrays, so that no others get their ids."""
+_cached: dict[tuple[Any, ...], tuple[tuple[Ints, ...], Any]] = {}
+"""Results for arrays, with the arrays, so that no others get their ids."""
 
 
-def cached(function: Callable[[Ints, Ints], T], a: Ints, b: Ints) -> T:
-    """Return the function of two arrays that never change. Pieces of one walk share their arrays of runs."""
-    entry = _cached.get((function, id(a), id(b)))
+def cached(function: Callable[..., T], *arrays: Ints) -> T:
+    """Return the function of arrays that never change. Pieces of one plan and rank share their arrays of runs."""
+    key = function, *map(id, arrays)
+    entry = _cached.get(key)
     if entry is None:
         if len(_cached) >= MAX_CACHED:
             _cached.clear()
-        entry = _cached[function, id(a), id(b)] = a, b, function(a, b)
-    return entry[2]
+        entry = _cached[key] = arrays, function(*arrays)
+    return entry[1]
 
 
 def common_rows(source: Ints, target: Ints) -> list[Run]:
@@ -140,12 +164,17 @@ def common_rows(source: Ints, target: Ints) -> list[Run]:
 
 
 def _common_rows(source: Ints, target: Ints) -> list[Run]:
-    i, j = join(target[:, :2], source[:, :2])
-    start = np.maximum(target[i, 0], source[j, 0])
-    size = np.minimum(target[i, 1], source[j, 1]) - start
-    here, there = source[j, 2] + start - source[j, 0], target[i, 2] + start - target[i, 0]
-    table = np.stack((there, here, size), axis=1)[np.argsort(there, kind="stable")]
-    return [(dst, src, num) for dst, src, num in table.tolist()]
+    i, j = join(target, source)
+    target, source = target[i], source[j]
+    start = np.maximum(target[:, 0], source[:, 0])
+    there, here = (runs[:, 2] + (start - runs[:, 0]) for runs in (target, source))
+    return _as_runs(there, here, np.minimum(target[:, 1], source[:, 1]) - start)
+
+
+def _as_runs(there: Ints, here: Ints, size: Ints) -> list[Run]:
+    """Return runs in the order of the target."""
+    order = there.argsort(kind="stable")
+    return list(zip(there[order].tolist(), here[order].tolist(), size[order].tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,30 +215,43 @@ class TokenStore:
             tensor.recorder.copy_runs(tensor, part, runs)
 
 
-def gather(stores: Sequence[TokenStore], target: TokenStore, what: str) -> None:
-    """Copy all rows of the target from stores that have some, each row once.
+def gather(stores: Sequence[TokenStore], target: TokenStore, what: object) -> None:
+    """Copy all rows of the target from stores that have some, each row once, from the first store that has it.
 
     The validator proves for every schedule that the rows are held, so a missing row is a bug.
     """
-    missing = target.runs
-    for store in stores:
-        if not len(missing):
-            break
-        runs = common_rows(store.runs, missing)
-        if runs:
-            store.copy_to(target, runs)
-            if sum(run[2] for run in runs) == total(missing):  # mostly the first store has all rows
-                return
-            missing = without(missing, store.runs)
-    assert not len(missing), f"{what} is not all held"
+    if stores and have_all(stores[0].runs, target.runs):
+        return stores[0].copy_to(target, common_rows(stores[0].runs, target.runs))
+    assert stores, f"{what} is not held"
+    for store, runs in zip(stores, cached(first_rows, target.runs, *[store.runs for store in stores]), strict=True):
+        store.copy_to(target, runs)
+    return None
 
 
-def without(runs: Ints, others: Ints) -> Ints:
-    """Return the parts of runs whose positions are in none of the others.
+def first_rows(target: Ints, *sources: Ints) -> list[list[Run]]:
+    """Return for each source the runs of local rows that no earlier source has, as `common_rows` does.
 
-    >>> without(runs_of((Span(6, 8), Span(0, 3))), runs_of((Span(1, 7),))).tolist()
-    [[0, 1, 2], [7, 8, 1]]
+    >>> first_rows(laid_out(np.array([[0, 5]])), laid_out(np.array([[2, 4]])), laid_out(np.array([[0, 6]])))
+    [[(2, 0, 2)], [(0, 0, 2), (4, 4, 1)]]
     """
-    spans = subtract(runs[:, :2], others[:, :2])
-    run = np.searchsorted(runs[:, 0], spans[:, 0], side="right") - 1
-    return np.column_stack((spans, runs[run, 2] + spans[:, 0] - runs[run, 0]))
+    held = np.concatenate(sources)
+    # No run of a source or of the target has an edge inside a cell.
+    edges = np.unique(np.concatenate((held[:, :2].ravel(), target[:, :2].ravel())))
+    owners = []
+    for runs in (target, held[::-1]):  # from the last source to the first, which overwrites the others
+        low, high = edges.searchsorted(runs[:, 0]), edges.searchsorted(runs[:, 1])
+        owner = np.full(len(edges) - 1, -1, dtype=np.int64)
+        owner[np.repeat(low, high - low) + steps_within(high - low)] = np.repeat(np.arange(len(runs)), high - low)
+        owners.append(owner)
+    wanted, held_by = owners[0], len(held) - 1 - owners[1]
+    held_by[owners[1] < 0] = -1
+    cells = np.flatnonzero(wanted >= 0)
+    assert (held_by[cells] >= 0).all(), "not all rows are held"
+    i, j = wanted[cells], held_by[cells]
+    parts = run_table((i[1:] != i[:-1]) | (j[1:] != j[:-1]) | (cells[1:] != cells[:-1] + 1), len(cells))
+    first, last = parts[:, 0], parts[:, 1] - 1
+    start, stop = edges[cells[first]], edges[cells[last] + 1]
+    i, j = i[first], j[first]
+    there, here = target[i, 2] + start - target[i, 0], held[j, 2] + start - held[j, 0]
+    source = np.repeat(np.arange(len(sources)), [len(runs) for runs in sources])[j]
+    return [_as_runs(there[of], here[of], (stop - start)[of]) for of in (source == n for n in range(len(sources)))]

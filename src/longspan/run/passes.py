@@ -13,7 +13,19 @@ from torch import Tensor
 from longspan.kernels.contract import Group
 from longspan.masks.tiles import runs_of as runs_of_true
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
-from longspan.run.merge import Accumulator, Branch, Key, Stretch, Sum, SumByHeads, SumInto, Terms, push, total
+from longspan.run.merge import (
+    Accumulator,
+    Branch,
+    Key,
+    Stretch,
+    Sum,
+    SumByHeads,
+    SumInto,
+    Terms,
+    are_disjoint,
+    push,
+    total,
+)
 from longspan.run.packing import Bools, TokenStore, common_rows, have_all
 from longspan.run.recorder import Rows, Run
 from longspan.run.transports import Program
@@ -42,8 +54,7 @@ class ForwardWalk(Walk):
         kv = self.get(compute.kv)
         for group, (out, lse) in self.launch(compute, (*q.tensors, *kv.tensors), q, kv):
             for start, at, num in packed_runs((tile.q0, tile.rows) for tile in group):
-                rows = slice(at, at + num)
-                accumulator.add(start, start + num, out[:, :, rows], lse[:, :, rows])
+                accumulator.add(start, start + num, out.part(at, at + num), lse.part(at, at + num))
 
     def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
         b, h, *_ = inputs[0].shape
@@ -99,6 +110,11 @@ class ForwardWalk(Walk):
         """Fill rows that no rank computes, because they see no key, with (0, -inf)."""
         out, lse = home.tensors
         b, h, num_rows, _ = out.shape
+        keys = [(store.heads, store.batch) for store in stores]
+        counts = [sum([num for _, _, num in common_rows(store.runs, home.runs)]) for store in stores]
+        sizes = [len(heads) * len(batch) * count for (heads, batch), count in zip(keys, counts, strict=True)]
+        if sum(sizes) == b * h * num_rows and are_disjoint(keys):
+            return
         missing = np.ones((b, h, num_rows), dtype=np.bool_)
         for store in stores:
             part = missing[store.batch.start : store.batch.stop, store.heads.start : store.heads.stop]
@@ -275,10 +291,9 @@ class BackwardWalk(Walk):
         target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
         for group, (tile_dq, tile_dk, tile_dv) in self.launch(compute, inputs, q, kv):
             for start, at, num in packed_runs((tile.q0, tile.rows) for tile in group):
-                dq.add(start, start + num, tile_dq[:, :, at : at + num])
+                dq.add(start, start + num, tile_dq.part(at, at + num))
             for start, at, num in packed_runs((tile.k0, tile.cols) for tile in group):
-                cols = slice(at, at + num)
-                target.add(start, start + num, tile_dk[:, :, cols], tile_dv[:, :, cols])
+                target.add(start, start + num, tile_dk.part(at, at + num), tile_dv.part(at, at + num))
         if self.terms is not None:
             firsts = compute.q.spans[0].start, compute.kv.spans[0].start
             self.terms.add(compute.kv.apart[0], *firsts, kv, target)
@@ -327,8 +342,8 @@ class BackwardWalk(Walk):
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
         self._send(sources, wanted, key)
         for kv, sums in sources:
-            for _, here, num in common_rows(kv.runs, wanted.runs):
-                sums.drop(here, here + num)  # sent, so not held here any more
+            # sent, so not held here any more
+            sums.drop([(here, here + num) for _, here, num in common_rows(kv.runs, wanted.runs)])
         self.others = [(kv, sums) for kv, sums in self.others if sums.any()]
         return None
 
@@ -367,18 +382,20 @@ class BackwardWalk(Walk):
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
         self._add(rows, sums, mine, home.of(key), key)
-        for _, here, num in common_rows(rows.runs, mine.runs):
-            sums.drop(here, here + num)
-        if sums.any():
-            self.others.append((replace(rows, tensors=()), sums))
+        own = [(here, here + num) for _, here, num in common_rows(rows.runs, mine.runs)]
+        if sum([stop - start for start, stop in own]) < piece.num_tokens:  # mostly, all rows are the rank's own
+            sums.drop(own)
+            if sums.any():
+                self.others.append((replace(rows, tensors=()), sums))
         return None
 
     def _add(self, source: TokenStore, sums: Sum, target: TokenStore, total: Sum, key: Key) -> None:
         """Add a sum of the source's rows, for some heads, to a sum of the target's, for rows that both have."""
+        is_part = key != (source.heads, source.batch)
         for there, here, num in common_rows(source.runs, target.runs):
             shift = there - here
             for part in sums.within(here, here + num):
-                tensors = TokenStore(source.runs, source.heads, source.batch, part.tensors).part(*key)
+                tensors = replace(source, tensors=part.tensors).part(*key) if is_part else part.tensors
                 total.take(Stretch(part.start + shift, part.stop + shift, tensors, part.is_state))
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from longspan.planning.steps import Moved
 from longspan.run import fused
-from longspan.run.moves import Cut, Group, Memory, Move, cut_of, group_operations
+from longspan.run.moves import Cut, Group, Memory, Move, cut_of, group_operations, table_of
 from longspan.run.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.run.tables import CACHE, HostTables
 from longspan.run.transports import Exchange, Program, current_observer, mark
-from longspan.spans import Ints
 
 Attend = Callable[[Launched, Sequence[Tensor]], Iterator[tuple[Tensor, ...]]]
 """Starts a launch on its inputs and yields its results one by one."""
@@ -103,13 +102,8 @@ class RankProgram:
     def host_tables(self) -> HostTables:
         """The lines of all moves, and the index arrays of all launches."""
         items = [item for step in self.steps for part in (step.pack, step.work, step.unpack) for item in part]
-        lines: list[Ints] = []
-        low = 0
-        for item in (*items, *self.end):
-            if isinstance(item, Move) and (more := item.add_lines(low)) is not None:
-                lines.append(more)
-                low += len(more)
-        return HostTables(lines, {id(item): item.index_arrays() for item in items if isinstance(item, Launched)})
+        table = table_of([item for item in (*items, *self.end) if isinstance(item, Move)])
+        return HostTables([table], {id(item): item.index_arrays() for item in items if isinstance(item, Launched)})
 
     def run(self, memory: Memory, attend: Attend, direction: str, rank: int, *, alone: bool = False) -> Program[None]:
         """Replay on the tensors in `memory`, which holds the results afterwards. `alone`: one rank, no messages."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +116,11 @@ class Rows:
             spans[dim] = Span(spans[dim].start + start, spans[dim].start + stop)
         return Rows(self.recorder, self.buffer, *spans)
 
+    def part(self, start: int, stop: int) -> Rows:
+        """Return tokens start to stop; the same as `[:, :, start:stop]`, in a third of the time."""
+        first = self.tokens.start
+        return Rows(self.recorder, self.buffer, self.batch, self.heads, Span(first + start, first + stop))
+
     def copy_(self, source: Rows) -> None:
         self.recorder.note(Kind.COPY, self, source)
 
@@ -127,8 +132,9 @@ class Rows:
 
     def follows(self, other: Rows) -> bool:
         """Return whether these rows come right after the others in the same memory."""
-        same = self.buffer is other.buffer and self.batch == other.batch and self.heads == other.heads
-        return same and other.tokens.stop == self.tokens.start
+        if self.buffer is not other.buffer or other.tokens.stop != self.tokens.start:
+            return False
+        return self.batch == other.batch and self.heads == other.heads
 
     def with_next(self, other: Rows) -> Rows:
         """Return these rows and the ones that follow."""
@@ -205,6 +211,11 @@ class Taken:
 Event = Called | Launched | Taken
 
 
+@lru_cache(maxsize=4096)
+def _whole(num: int) -> Span:
+    return Span(0, num)
+
+
 class Recorder:
     """Records the operations of a run, in order."""
 
@@ -220,7 +231,7 @@ class Recorder:
     def rows(self, buffer: Buffer) -> Rows:
         """Return all rows of a buffer."""
         b, h, t, _ = buffer.shape
-        return Rows(self, buffer, Span(0, b), Span(0, h), Span(0, t))
+        return Rows(self, buffer, _whole(b), _whole(h), _whole(t))
 
     def new(self, shape: Sequence[int], dtype: torch.dtype | None, **more: Any) -> Rows:
         return self.rows(self.buffer(shape, dtype, **more))
@@ -236,12 +247,13 @@ class Recorder:
 
     def note(self, kind: Kind, *sides: Rows, value: float = 0.0) -> None:
         first, last = sides[0].tokens, sides[-1].tokens
-        if all(sides[0].shape[:3]):  # not empty
-            self.log.append(Note(kind, sides, ((first.start, last.start, first.stop - first.start),), value))
+        num = first.stop - first.start
+        if num and sides[0].batch and sides[0].heads:  # not empty
+            self.log.append(Note(kind, sides, ((first.start, last.start, num),), value))
 
     def copy_runs(self, target: Rows, source: Rows, runs: Sequence[Run]) -> None:
         """Copy runs of tokens, counted from the first of each side."""
-        if not runs or not all(target.shape[:2]):
+        if not runs or not target.batch or not target.heads:
             return
         there, here = target.tokens.start, source.tokens.start
         if there or here:

@@ -41,7 +41,7 @@ class HostTables:
                 self.places.setdefault(launch, {})[name] = 2 * size, len(array)
                 parts.append(np.append(array, np.zeros(len(array) % 2, dtype=np.int32)).view(np.int64))
                 size += len(parts[-1])
-        self.numbers: Ints = np.concatenate(parts) if parts else np.zeros(1, dtype=np.int64)
+        self.numbers: Ints = np.concatenate(parts) if size else np.zeros(1, dtype=np.int64)
 
 
 class DeviceTables:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,26 +31,28 @@ PANEL = 256
 WORTH = 4
 """Consecutive full squares that are worth a tile of their own."""
 
-Which = tuple[int, str, int]
-"""Rank, direction, and number of the compute."""
+Key = tuple[int, int, int]
+"""The ids of a compute and of the runs of its queries and keys."""
 
-_known: WeakKeyDictionary[Plan, tuple[object, dict[Which, KnownTiles]]] = WeakKeyDictionary()
-"""Tiles of computes, valid as long as the mask's functions read the same values."""
+_known: WeakKeyDictionary[Plan, tuple[object, dict[Key, tuple[KnownTiles, Any]]]] = WeakKeyDictionary()
+"""Tiles of computes, valid as long as the mask's functions read the same values, and what the ids of keys are of."""
 
 
-def tiles_for(plan: Plan, which: Which, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> KnownTiles:
-    """Return the tiles of one compute of a plan, cached."""
+def tiles_for(plan: Plan, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> KnownTiles:
+    """Return the tiles of one compute of a plan, cached: those of forward and backward are the same."""
     reads, known = _known.get(plan, (None, {}))
     if reads is not plan.mask.last_reads:
         known = {}
         _known[plan] = plan.mask.last_reads, known
-    if which not in known:
+    key = id(compute), id(q.runs), id(kv.runs)
+    if key not in known:
         tiles = tiles_of(compute.bands, q, kv)
         if compute.maybe:
             more = asking_tiles(compute.maybe, classifier(plane, plan.layout.seq_len, GRID, plan.mask.known), q, kv)
             tiles = sorted((*tiles, *more), key=lambda tile: (tile.q0, tile.k0))
-        known[which] = KnownTiles(tight for tile in tiles if (tight := tile.tight()) is not None)
-    return known[which]
+        tight = KnownTiles(tight for tile in tiles if (tight := tile.tight()) is not None)
+        known[key] = tight, (compute, q.runs, kv.runs)
+    return known[key][0]
 
 
 def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Tile]:

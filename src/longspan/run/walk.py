@@ -26,7 +26,7 @@ from longspan.layouts import Layout
 from longspan.planning.plan import Plan
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role
 from longspan.run.moves import NO_INDEX, Memory
-from longspan.run.packing import Format, TokenStore, gather, have_all, laid_out, runs_of
+from longspan.run.packing import Format, PieceRuns, TokenStore, gather, have_all, laid_out
 from longspan.run.program import MessageBuffer, ProgramStep, RankProgram, items_of, memory_for
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.run.tiles import tiles_for
@@ -208,6 +208,9 @@ def own_runs(layout: Layout, rank: int) -> Ints:
     return laid_out(layout.span_table(rank))
 
 
+_runs: WeakKeyDictionary[Plan, dict[int, PieceRuns]] = WeakKeyDictionary()
+"""Runs of pieces, by rank."""
+
 Result = tuple[Group, list[Rows]]
 """Tiles, and a kernel's results for them."""
 
@@ -222,13 +225,16 @@ class RowWalk(PlanWalk):
         self.job, self.sizes, self.form = job, job.plan.sizes, job.format
         self.never = len(self.steps) + 2
         self.held: dict[Role, list[tuple[int, TokenStore]]] = {}
-        self.own_runs = own_runs(job.plan.layout, job.rank)
-        self._runs: dict[tuple[Span, ...], Ints] = {}
+        of_ranks = _runs.setdefault(job.plan, {})
+        if job.rank not in of_ranks:
+            of_ranks[job.rank] = PieceRuns(own_runs(job.plan.layout, job.rank))
+        self._runs = of_ranks[job.rank]
+        self.own_runs = self._runs.own
 
     # -- Defined by forward and backward -------------------------------------------------------------------------------
 
     def fill(self, piece: Piece, targets: Sequence[Rows]) -> None:
-        gather(self._stores(piece), self.store(piece, targets), repr(piece))
+        gather(self._stores(piece), self.store(piece, targets), piece)
 
     def take(self, transfer: Moved, tensors: Sequence[Rows]) -> None:
         self.arrived(transfer, self.store(transfer.piece, tensors))
@@ -253,9 +259,7 @@ class RowWalk(PlanWalk):
 
     def runs(self, piece: Piece) -> Ints:
         """Return the runs of a piece, the same array for the same rows."""
-        if piece.spans not in self._runs:
-            self._runs[piece.spans] = runs_of(piece.spans)
-        return self._runs[piece.spans]
+        return self._runs.of(piece.spans)
 
     def hold(self, role: Role, rows: TokenStore, until: int) -> None:
         self.held.setdefault(role, []).append((until, rows))
@@ -270,7 +274,7 @@ class RowWalk(PlanWalk):
         store = self.store(
             piece, [self.recorder.new((*shape, dim), dtype) for dim, dtype in self.form.fields(piece.role)]
         )
-        gather(stores, store, repr(piece))
+        gather(stores, store, piece)
         return store
 
     def _stores(self, piece: Piece) -> list[TokenStore]:
@@ -290,14 +294,12 @@ class Walk(RowWalk):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.kernel, self.num_computes = job.kernel, 0
+        self.kernel = job.kernel
 
     def launch(self, compute: Compute, inputs: Sequence[Rows], q: TokenStore, kv: TokenStore) -> Iterator[Result]:
         """Record attention over the compute's tiles; yield the tiles and rows of each result."""
-        self.num_computes += 1
-        which = (self.job.rank, self.direction, self.num_computes)
         plane = self.job.plan.mask.plane(q.batch.start, q.heads.start)
-        tiles = tiles_for(self.job.plan, which, compute, plane, q, kv)
+        tiles = tiles_for(self.job.plan, compute, plane, q, kv)
         (batch, _, num_q, _), num_k = inputs[0].shape, inputs[1].shape[2]
         launch = Launched(tuple(inputs), tiles, (replace(q, tensors=()), replace(kv, tensors=())), q.batch, q.heads)
         if (index_arrays := getattr(self.kernel, "index_arrays", None)) is not None:
