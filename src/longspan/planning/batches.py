@@ -274,7 +274,7 @@ def batches(
     check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
     if too_long not in ("refuse", "cut"):
         raise PlanError(f"too_long must be 'refuse' or 'cut', but got {truncated_repr(too_long)}.")
-    numbers = _shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
+    numbers = shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
     if numbers.shape != sizes.shape or not np.array_equal(np.sort(numbers), np.arange(len(sizes))):
         raise PlanError(
             f"order must have each of the numbers 0 to {len(sizes) - 1} once, but got {truncated_repr(order)}. To leave"
@@ -293,7 +293,7 @@ def batches(
     return Batches(parts, np.array(edges, dtype=np.int64), steps[start:], *fixed)
 
 
-def _shuffled(num: int, seed: int) -> Ints:
+def shuffled(num: int, seed: int) -> Ints:
     """Return the numbers below `num` in an order that depends on the seed alone, not on the version of numpy."""
     x = np.arange(num, dtype=np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)
