@@ -141,15 +141,16 @@ def sft(folder):
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    from tests.hosts.trl_work import tokenizer
+
     world = dist.get_world_size()
     with launched():
-        settings = arguments(folder, 1, **PLAIN).to_dict()
-        names = SFTConfig.__dataclass_fields__.keys() & settings.keys() - {"push_to_hub_token", "hub_token"}
-        args = SFTConfig(**{name: settings[name] for name in names}, max_length=None)
+        more = {"bf16": False, "max_length": None, "shuffle_dataset": False}
+        args = SFTConfig(**{**arguments(folder, 1, **PLAIN).to_dict(), **more})
         trainer = trainer_class(SFTTrainer, True)(
             model=model_of("llama", "longspan"),
             args=args,
-            processing_class=None,
+            processing_class=tokenizer(),
             train_dataset=Dataset.from_list(documents()),
             batches=batches_for(world),
         )

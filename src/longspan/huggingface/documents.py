@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from longspan.api import plan as make_plan
-from longspan.huggingface.accelerate import WHOLE
+from longspan.huggingface.accelerate import WHOLE, kind_of
 from longspan.huggingface.batches import IGNORE
 from longspan.huggingface.sequence import ShardedSequence, Whole
 from longspan.layouts import Layout, contiguous
@@ -43,7 +43,11 @@ def check_settings(trainer: Any, options: Any) -> None:
     strategy = getattr(args, "train_sampling_strategy", "random")
     packs = "Its documents follow from tokens_per_rank and tokens_per_step."
     refused = [
-        (trainer._kind in WHOLE, f"a {type(trainer).__name__}, which makes its sequences itself,", "Use a loop."),
+        (
+            kind_of(type(trainer)) in WHOLE,
+            f"a {type(trainer).__name__}, which makes its sequences itself,",
+            "Use a loop.",
+        ),
         (
             args.per_device_train_batch_size != 1,
             f"per_device_train_batch_size = {args.per_device_train_batch_size}",
