@@ -61,10 +61,10 @@ ALONE = _attend_alone, _convolve_alone, _recur_alone
 
 
 def _over_ranks(micro, group):
-    lengths, one = micro.lengths.tolist(), {"dtype": "float64"}
-    plan = micro.plan(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scheme="exchange", **one)
-    taps = ls.conv_plan(lengths, micro.layout, channels=WIDTH, width=TAPS, **one)
-    states = ls.scan_plan(lengths, micro.layout, heads=HEADS, keys=DIM, values=DIM, maps="matrix", **one)
+    lengths, one = micro.lengths.tolist(), torch.float64
+    plan = micro.plan(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scheme="exchange", dtype=one)
+    taps = ls.conv_plan(lengths, micro.layout, channels=WIDTH, width=TAPS, dtype=one)
+    states = ls.scan_plan(lengths, micro.layout, heads=HEADS, keys=DIM, values=DIM, maps="matrix", dtype=one)
     return (
         lambda q, k, v: ls.attention(q, k, v, plan, group=group),
         lambda x, weight: ls.causal_conv1d(x, weight, plan=taps, group=group),

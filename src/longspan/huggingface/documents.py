@@ -263,15 +263,14 @@ class StepLoader:
     def _prepare(self, found: tuple[int, int, MicroBatch]) -> Part:
         """Make the layout of a micro-batch, and plans of attention for the kinds of layers that ran before."""
         part = Part(*found, layout_of(found[2]))
-        trainer, num_tokens = self.trainer, int(found[2].lengths.sum())
-        balances = getattr(trainer, "aux_loss_enabled", False) or getattr(
-            trainer.accelerator.unwrap_model(trainer.model).config, "output_router_logits", False
-        )
+        trainer, num_tokens = self.trainer, int(part.micro.lengths.sum())
+        config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+        balances = getattr(trainer, "aux_loss_enabled", False) or getattr(config, "output_router_logits", False)
         if balances and part.layout.seq_len > num_tokens:
             raise BatchError(
-                f"a micro-batch must have a token for each of {found[2].ranks} ranks if the loss balances experts, but"
-                f" step {found[0]} has one of {num_tokens}: padding would count. Leave short documents out, or use a"
-                f" larger tokens_per_step."
+                f"a micro-batch must have a token for each of {part.micro.ranks} ranks if the loss balances experts,"
+                f" but step {part.number} has one of {num_tokens}: padding would count. Leave short documents out, or"
+                f" use a larger tokens_per_step."
             )
         self._prepare_plans(part)
         return part

@@ -579,9 +579,9 @@ class ContextParallelTrainer(TrlMethods, _Base):
         # The Trainer makes its NEFTune hook when training begins, and removes whatever hook is there when it ends.
         hook: Any = getattr(self, "neftune_hook_handle", None)
         if self._ranks is not None and self.neftune_noise_alpha is not None and hook not in (None, self._noise):
-            model = self.accelerator.unwrap_model(self.model)
+            inner: Any = self.accelerator.unwrap_model(self.model)
             hook.remove()
-            embeddings = (text_model(model) or model).get_input_embeddings()
+            embeddings = (text_model(inner) or inner).get_input_embeddings()
             self.neftune_hook_handle = self._noise = embeddings.register_forward_hook(add_noise)
         if self._steps is None or STEP not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
