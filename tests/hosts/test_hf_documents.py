@@ -120,3 +120,21 @@ def test_contradictions_are_refused(folder):
         assert isinstance(said[name], str), name
         assert words in said[name], said[name]
         assert said[name].startswith(("BatchError", "PlanError")), said[name]
+
+
+def test_a_micro_batch_with_fewer_tokens_than_ranks_is_padded():
+    import torch
+
+    import longspan as ls
+    from longspan.huggingface.documents import Steps, layout_of
+
+    data = [[7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    plan = ls.batches([2, 9], ranks=4, tokens_per_rank=3, tokens_per_step=9, order=[0, 1])
+    steps = Steps(data, lambda rows: {name: torch.tensor(rows) for name in ("input_ids", "labels")}, plan, 3)
+    short, long = steps[0], steps[1]
+    assert short["input_ids"].tolist() == [[7, 8, 0, 0]]
+    assert short["labels"].tolist() == [[-100, 8, -100, -100]]
+    assert short["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert layout_of(plan[0].micro_batches[0]).num_tokens.tolist() == [1, 1, 1, 1]
+    assert long["input_ids"].tolist() == [data[1]]
+    assert layout_of(plan[1].micro_batches[0]) == plan[1].micro_batches[0].layout
