@@ -1,6 +1,7 @@
 """Train on documents of very different lengths with FSDP2 and one group of all ranks: no degree to choose.
 
     torchrun --nproc-per-node 4 examples/long_tailed.py
+    torchrun --nproc-per-node 4 examples/long_tailed.py --ranks-per-group 2  # documents are cut inside of groups only
     torchrun --nproc-per-node 4 examples/long_tailed.py --checkpoint DIR --stop-after 12  # again without: it resumes
 
 Rank 0 repeats every step in one process, document by document, and prints by how much the losses differ.
@@ -64,15 +65,18 @@ def repeat(model, optimizer, step, documents):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--ranks-per-group", type=int, help="default: all ranks are one group")
     parser.add_argument("--stop-after", type=int, metavar="STEPS")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = make_mesh(cp=world, device_type="cpu")  # one axis of all ranks
+    mesh = make_mesh(ranks=world, cp=args.ranks_per_group, device_type="cpu")
+    place, size = mesh.cp.get_local_rank(), mesh.cp.size()
     documents = make_documents()
-    batches = ls.batches([len(x) for x in documents], ranks=world, tokens_per_rank=800 // world, tokens_per_step=1600)
-    loader = DocumentLoader(documents, batches, rank, prepare=lambda micro: micro.plan(**SIZES).prepare(rank, "cpu"))
+    limits = {"tokens_per_rank": 800 // size, "tokens_per_step": 1600}  # the longest document has 800 tokens
+    batches = ls.batches([len(x) for x in documents], ranks=world, ranks_per_group=size, **limits)
+    loader = DocumentLoader(documents, batches, rank, prepare=lambda micro: micro.plan(**SIZES).prepare(place, "cpu"))
 
     torch.manual_seed(0)
     model, alone = Model(), Model()
@@ -102,7 +106,7 @@ if __name__ == "__main__":
         if rank == 0:
             print(f"step {step.number}: {len(step)} micro-batches, {step.labels} labels, loss {total!r}")
             if is_whole:
-                worst = max(worst, abs(repeat(alone, other, step, documents) - total))
+                worst = max(worst, abs(repeat(alone, other, batches[step.number], documents) - total))
         total = 0.0
         if step.number + 1 == args.stop_after:
             break

@@ -1,4 +1,5 @@
-"""batches() on four ranks: gradients summed over micro-batches and ranks equal those of one device."""
+"""batches() on four ranks, in one group or several: gradients summed over micro-batches and ranks equal those of one
+device, for attention, a convolution and a recurrence."""
 
 import pytest
 
@@ -20,5 +21,6 @@ def test_summed_gradients_are_those_of_one_device():
     assert max(pool(4).run(work.train, 0, STEPS, timeout=850 if NIGHTLY else 120)) <= 1e-12
 
 
-def test_equal_weights_are_not():
-    assert max(pool(4).run(work.train, 0, 6, "weight")) > 1e-6
+@pytest.mark.parametrize("mistake", ["lost", "doubled", "weight", "group"])
+def test_mistakes_change_them(mistake):
+    assert max(pool(4).run(work.train, 2, 4, mistake)) > 1e-6

@@ -18,6 +18,7 @@ LINES = {
     "README.md": r"tokens, loss \d+\.\d{6}",  # the same on one rank: house/test_docs.py
     "docs/functions.md": f"is off by {SMALL}",
     "docs/huggingface.md": f"error {SMALL}",
+    "docs/huggingface_training.md": f"steps, error {SMALL}",
     "docs/hybrids.md": f"off by {SMALL}|logits by 0, with Longspan: True",
     "docs/long_context.md": f"one process by {SMALL}",
     "docs/long_tailed.md": f"micro-batches, error {SMALL}",

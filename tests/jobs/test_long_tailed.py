@@ -31,3 +31,11 @@ def test_losses_are_those_of_one_process_and_a_stop_changes_no_bit(tmp_path):
         assert ended.status == 0, ended.report()
     assert len(STEP.findall(stopped.out)) == STOP
     assert STEP.findall(stopped.out) + STEP.findall(resumed.out) == steps  # all digits
+
+
+@pytest.mark.timeout(200)
+def test_groups_of_ranks_have_the_losses_of_one_process(tmp_path):
+    job = torchrun(["--nproc-per-node", "4", PROGRAM, "--ranks-per-group", "2"], tmp_path, timeout=170)
+    assert job.status == 0, job.report()
+    assert len(STEP.findall(job.out)) >= 30
+    assert float(re.search(r"differ from one process (\S+)", job.out)[1]) <= 64 * 2**-22

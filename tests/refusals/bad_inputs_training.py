@@ -259,7 +259,10 @@ def _meshes():
     for sizes in ({"cp": 2}, {"dp": 0}, {"tp": -1}, {"dp": 3, "cp": 3}):
         says = "is a mesh of", "but there are 1", "whose product is the number of ranks"
         yield bad(f"mesh {sizes}", lambda s=sizes: (one_rank(), make_mesh(**s)), BatchError, *says)
-    for value in (2.5, "2", None, True):
+    for sizes in ({"ranks": 2, "dp": 2}, {"ranks": 3, "cp": 2}, {"ranks": 0}):
+        says = "`ranks` must be a multiple of cp, without dp", "dp is ranks / cp"
+        yield bad(f"mesh {sizes}", lambda s=sizes: (one_rank(), make_mesh(**s)), BatchError, *says)
+    for value in (2.5, "2", True):
         says = f"cp = {value!r}", "an integer"
         yield bad(f"cp {value!r}", lambda v=value: (one_rank(), make_mesh(cp=v)), BatchError, *says)
     says = ("device_type must be", "'nowhere'")

@@ -67,6 +67,43 @@ def test_every_token_is_in_one_micro_batch(epoch: dict) -> None:
     steps.check(steps)
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(EPOCH, st.integers(1, 4))
+def test_groups_have_documents_of_their_own(epoch: dict, size: int) -> None:
+    """Every document is in one group of its micro-batch, within the group's limit, and weights are shares of labels."""
+    num = epoch.pop("ranks")
+    steps = ls.batches(**epoch, ranks=num * size, ranks_per_group=size, too_long="cut")
+    seen = [np.zeros(length, dtype=np.int64) for length in epoch["lengths"]]
+    for step in steps:
+        weights = 0.0
+        for group in range(num):
+            mine = step.of_rank(group * size)
+            assert [m.documents.tolist() for m in mine] == [
+                m.documents.tolist() for m in step.of_rank((group + 1) * size - 1)
+            ]
+            assert (mine.number, mine.labels, len(mine)) == (step.number, step.labels, len(step))
+            for micro in mine:
+                assert micro.lengths.sum() <= size * epoch["tokens_per_rank"]
+                assert (micro.layout.world_size, micro.layout.seq_len) == (size, micro.lengths.sum())
+                weights += micro.weight
+                rows = zip(micro.documents.tolist(), micro.starts.tolist(), micro.lengths.tolist(), strict=True)
+                for document, start, length in rows:
+                    seen[document][start : start + length] += 1
+        assert weights == pytest.approx(1 if step.labels else 0)
+    assert all((count == 1).all() for count in seen)
+    steps.check(steps)
+
+
+def test_groups_of_a_micro_batch_cost_about_the_same() -> None:
+    rng = np.random.default_rng(4)
+    lengths = np.clip(rng.lognormal(6, 1.2, size=800), 1, 8_000).astype(np.int64)
+    sizes = {"ranks": 16, "ranks_per_group": 4, "tokens_per_rank": 4096, "tokens_per_step": 1 << 17}
+    for step in ls.batches(lengths, **sizes)[:3]:
+        for micro in step:
+            costs = [float((n + n * n / 2 / 24_576).sum()) for n in (g.lengths.astype(float) for g in micro.groups)]
+            assert max(costs) <= 1.05 * np.mean(costs)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(EPOCH, st.integers(0, 30))
 def test_same_arguments_give_the_same_steps_and_resume(epoch: dict, first: int) -> None:
@@ -130,6 +167,25 @@ def changed(step: BatchStep, **micro: object) -> BatchStep:
     return replace(step, micro_batches=(*rest, replace(last, **micro)))
 
 
+@pytest.mark.parametrize("mistake", ["lost", "doubled", "weight"])
+def test_mistakes_in_groups_are_found(mistake: str) -> None:
+    lengths = np.random.default_rng(6).integers(2, 60, size=50)
+    epoch = ls.batches(lengths, ranks=4, ranks_per_group=2, tokens_per_rank=64, tokens_per_step=900)
+    steps = list(epoch)
+    *rest, last = steps[0].micro_batches
+    first, second = last.groups
+    match mistake:
+        case "lost":
+            first = replace(first, documents=first.documents[:0], starts=first.starts[:0], lengths=first.lengths[:0])
+        case "doubled":
+            second = first
+        case "weight":  # that of the group alone
+            first = replace(first, weight=first.labels / last.labels)
+    steps[0] = replace(steps[0], micro_batches=(*rest, replace(last, groups=(first, second))))
+    with pytest.raises(PlanError, match="must have"):
+        epoch.check(steps)
+
+
 @pytest.mark.parametrize("mistake", ["lost", "doubled", "cut twice", "overlap", "weight", "labels", "step", "missing"])
 def test_mistakes_are_found(mistake: str) -> None:
     lengths = np.random.default_rng(5).integers(2, 100, size=50)
@@ -179,6 +235,9 @@ def test_mistakes_are_found(mistake: str) -> None:
         ({"lengths": [4, -1]}, MaskError, "length"),
         ({"ranks": 0}, PlanError, "ranks"),
         ({"tokens_per_rank": 0}, PlanError, "tokens_per_rank"),
+        ({"ranks_per_group": 0}, PlanError, "ranks_per_group"),
+        ({"ranks": 4, "ranks_per_group": 3}, PlanError, "ranks_per_group must be a divisor of ranks, 4"),
+        ({"lengths": [4, 33], "ranks_per_group": 1}, PlanError, "document 1 has 33 tokens"),
         ({"tokens_per_step": 0}, PlanError, "tokens_per_step"),
         ({"order": [0, 0]}, PlanError, "order"),
         ({"order": [1]}, PlanError, "order"),
@@ -202,3 +261,10 @@ def test_the_longest_that_is_accepted() -> None:
     assert step.micro_batches[0].layout.num_tokens.tolist() == [32, 32]
     with pytest.raises(LayoutError):
         step.micro_batches[0].layout.spans(2)
+
+
+def test_a_micro_batch_of_several_groups_has_no_layout() -> None:
+    (step,) = ls.batches([9, 4], ranks=4, ranks_per_group=2, tokens_per_rank=32)
+    with pytest.raises(PlanError, match=r"but this micro-batch has 2.*step\.of_rank\(rank\)"):
+        _ = step.micro_batches[0].layout
+    assert [step.of_rank(rank).micro_batches[0].layout.seq_len for rank in range(4)] == [9, 9, 4, 4]

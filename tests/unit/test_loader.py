@@ -26,7 +26,9 @@ def batches_of(data, **more):
 def whole(micro, data, labels=None):
     """The whole micro-batch, packed into one row."""
     cut = [slice(a, a + n) for a, n in zip(micro.starts.tolist(), micro.lengths.tolist(), strict=True)]
-    ids = torch.tensor([x for i, s in zip(micro.documents, cut, strict=True) for x in data[i][s]])[None]
+    ids = torch.tensor([x for i, s in zip(micro.documents, cut, strict=True) for x in data[i][s]], dtype=torch.int64)[
+        None
+    ]
     if labels is None:
         return {"input_ids": ids, "labels": ids}
     values = torch.tensor([x for i, s in zip(micro.documents, cut, strict=True) for x in labels[i][s]])[None]
@@ -53,6 +55,24 @@ def test_parts_are_those_of_whole_batches(rank, too_long):
         assert micro in step.micro_batches
         num += 1
     assert num == sum(len(step) for step in batches) > len(batches) > 2
+
+
+@pytest.mark.parametrize("num", [50, 2])
+def test_groups_read_documents_of_their_own(num):
+    """With 2 documents some groups have none."""
+    data = documents(9, num)
+    batches = batches_of(data, ranks=6, ranks_per_group=2, tokens_per_rank=30)
+    labels, empty = 0, 0
+    for rank in range(6):
+        for step, micro, batch in DocumentLoader(data, batches, rank):
+            part = whole(micro, data)
+            expected = shard_batch(part, micro.layout, rank % 2, documents=micro.lengths.tolist(), positions="document")
+            assert_same(batch, expected)
+            assert any(micro is mine for mine in step.micro_batches)
+            labels += int((batch["shift_labels"] != -100).sum())
+            empty += not len(micro.documents)
+    assert labels == sum(step.labels for step in batches) == sum(len(document) - 1 for document in data)
+    assert (empty > 0) == (num == 2)
 
 
 class Recorded:

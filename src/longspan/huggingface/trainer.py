@@ -38,6 +38,7 @@ from longspan.huggingface.accelerate import (
 from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
+from longspan.huggingface.documents import STEP, StepLoader, check_settings
 from longspan.huggingface.first_use import get_rules
 from longspan.huggingface.head import replaced
 from longspan.huggingface.inputs import shard_inputs
@@ -453,6 +454,9 @@ class ContextParallelTrainer(TrlMethods, _Base):
     `layout`, `scheme` and `trust_model` are those of `huggingface.shard_inputs`. Losses, gradients, evaluation and
     predictions are those of one process with the same batches. On one process it is the plain trainer, but packed
     documents of hybrid models are kept apart, as they are over ranks.
+
+    `batches={"tokens_per_rank": ..., "tokens_per_step": ...}` are arguments of `longspan.batches`, which packs the
+    documents of the training set: a step of the optimizer is a step of it, with losses weighted by labels.
     """
 
     own_loss_takes_shards = False
@@ -474,11 +478,14 @@ class ContextParallelTrainer(TrlMethods, _Base):
         layout: str | Layout = "balanced",
         scheme: str = "auto",
         trust_model: bool = False,
+        batches: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._batches, self._steps = batches, None
         self._cp_size, self._sharding = cp_size, {"layout": layout, "scheme": scheme, "trust_model": trust_model}
         self._ranks: Ranks | None = None
         self._sequence: Any = None
+        self._layout: Layout | None = None
         self._labels: PartLabels | None = None
         self._unchecked = True
         self._num_micro_batches = 0
@@ -497,6 +504,8 @@ class ContextParallelTrainer(TrlMethods, _Base):
                 self.label_smoother = PartSmoother(self.label_smoother, lambda: self._labels)
             if self.compute_loss_func is not None:
                 self.compute_loss_func = PartLoss(self.compute_loss_func, lambda: self._labels)
+        if batches is not None:
+            check_settings(self, batches)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -553,17 +562,44 @@ class ContextParallelTrainer(TrlMethods, _Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self._ranks is not None and self.args.use_liger_kernel:
             check_before_liger(self)
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._steps is not None:
+                self._steps.close()
+                self._steps = None
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def get_train_dataloader(self) -> Any:
+        if self._batches is None or self.train_dataset is None:
+            return super().get_train_dataloader()
+        self._steps = StepLoader(self, self._batches)
+        return self._steps.loader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         # The Trainer makes its NEFTune hook when training begins, and removes whatever hook is there when it ends.
         hook: Any = getattr(self, "neftune_hook_handle", None)
         if self._ranks is not None and self.neftune_noise_alpha is not None and hook not in (None, self._noise):
-            model = self.accelerator.unwrap_model(self.model)
+            inner: Any = self.accelerator.unwrap_model(self.model)
             hook.remove()
-            embeddings = (text_model(model) or model).get_input_embeddings()
+            embeddings = (text_model(inner) or inner).get_input_embeddings()
             self.neftune_hook_handle = self._noise = embeddings.register_forward_hook(add_noise)
-        return super().training_step(*args, **kwargs)
+        if self._steps is None or STEP not in inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
+        number, loss = inputs[STEP], 0.0
+        self.current_gradient_accumulation_steps = num_left = len(self._steps.plan[number])
+        is_synced = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        for part in self._steps.parts(number):
+            num_left -= 1
+            span = slice(part.start, part.start + part.layout.seq_len)
+            micro = {name: value[:, span] for name, value in inputs.items() if name != STEP}
+            defers = num_left > 0 and not is_synced  # gradients are reduced once, after the last micro-batch
+            self._layout = part.layout
+            try:
+                with self.accelerator.no_sync(model) if defers else contextlib.nullcontext():
+                    loss = loss + super().training_step(model, micro, num_items_in_batch)
+            finally:
+                self._layout = None
+        return loss
 
     def _part(self, model: nn.Module, inputs: Any) -> dict[str, Any]:
         """Return this rank's part of a batch that all ranks of the sequence have whole."""
@@ -585,7 +621,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
             self._ranks.cp,
             logits=self._wants_logits or self._kind == PARTS or own_loss,
             dropout_seed=self._dropout_seed(model.training),
-            **self._sharding,
+            **(self._sharding if self._layout is None else {**self._sharding, "layout": self._layout}),
         )
         part.pop("num_items_in_batch", None)  # the Trainer passes it to models that take it
         self._sequence = part[huggingface.NAME]

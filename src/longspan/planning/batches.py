@@ -1,11 +1,12 @@
 """Batches: which documents every step and micro-batch of an epoch has, as a function of lengths and step number.
 
-All ranks are one group. Documents are taken in order until a step has its tokens; the step's documents are packed into
-micro-batches of about equal cost, and `layouts.whole_documents` places those of a micro-batch on ranks. Nothing is sent
-and nothing remembered: every rank computes the same steps alone, and any step without the ones before it.
+All ranks are one group, or several of `ranks_per_group`. Documents are taken in order until a step has its tokens; the
+step's documents are packed into micro-batches and groups of about equal cost, and `layouts.whole_documents` places
+those of a group on its ranks. Nothing is sent and nothing remembered: every rank computes the same steps alone, and any
+step without the ones before it.
 
-The loss of a step is a sum over its labels, divided by their number. Any partition of the documents into micro-batches
-and ranks has the same sum, if each micro-batch counts by its share of the labels: its `weight`.
+The loss of a step is a sum over its labels, divided by their number. Any partition of the documents into micro-batches,
+groups and ranks has the same sum, if each part counts by its share of the labels: its `weight`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAIR_COST = 1 / (6 * 4096)
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Documents that one forward and backward pass computes, on all ranks."""
+    """Documents that one forward and backward pass computes, on all ranks or, after `BatchStep.of_rank`, on a group."""
 
     documents: Ints
     """The number of each document, in the order in which they are packed."""
@@ -48,10 +49,17 @@ class MicroBatch:
     ranks: int
     ranks_per_node: int
     causal: bool
+    groups: tuple[MicroBatch, ...] = ()
+    """The part of each group of ranks, if there are several; some may have no documents."""
 
     @cached_property
     def layout(self) -> Layout:
         """Which rank holds which tokens of the packed documents."""
+        if self.groups:
+            raise PlanError(
+                f"a layout must be that of one group of ranks, but this micro-batch has {len(self.groups)}. Take"
+                f" step.of_rank(rank), whose micro-batches are those of the rank's group."
+            )
         return whole_documents(
             self.lengths, world_size=self.ranks, ranks_per_node=self.ranks_per_node, causal=self.causal
         )
@@ -81,6 +89,12 @@ class BatchStep:
     """How many tokens have a label, in all micro-batches."""
     micro_batches: tuple[MicroBatch, ...]
 
+    def of_rank(self, rank: int) -> BatchStep:
+        """Return the step as the group of this rank computes it: labels of all groups, micro-batches of its own."""
+        return replace(
+            self, micro_batches=tuple(m.groups[rank * len(m.groups) // m.ranks] if m.groups else m for m in self)
+        )
+
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
 
@@ -106,6 +120,7 @@ class Batches(Sequence[BatchStep]):
     ranks_per_node: int
     causal: bool
     pair_cost: float
+    ranks_per_group: int
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -119,23 +134,32 @@ class Batches(Sequence[BatchStep]):
             return replace(self, numbers=self.numbers[index])
         number = self.numbers[index]
         parts = self.parts[self.edges[number] : self.edges[number + 1]]
-        labels = int(parts[:, 3].sum())
-        micro_batches = [
-            MicroBatch(
-                part[:, 0], part[:, 1], part[:, 2], int(part[:, 3].sum()), int(part[:, 3].sum()) / max(labels, 1),
-                self.ranks, self.ranks_per_node, self.causal,
-            )
-            for part in self._packed(parts)
-        ]  # fmt: skip
+        labels, num_groups = int(parts[:, 3].sum()), self.ranks // self.ranks_per_group
+
+        def make(part: Ints, ranks: int, groups: tuple[MicroBatch, ...] = ()) -> MicroBatch:
+            count = int(part[:, 3].sum())
+            sizes = part[:, 0], part[:, 1], part[:, 2], count, count / max(labels, 1)
+            return MicroBatch(*sizes, ranks, self.ranks_per_node, self.causal, groups)
+
+        packed = self._packed(parts, num_groups)
+        if num_groups == 1:
+            return BatchStep(number, labels, tuple(make(part, self.ranks) for part in packed))
+        micro_batches = list[MicroBatch]()
+        for first in range(0, len(packed), num_groups):
+            own = packed[first : first + num_groups]
+            groups = tuple(make(part, self.ranks_per_group) for part in own)
+            micro_batches.append(make(np.concatenate(own), self.ranks, groups))
         return BatchStep(number, labels, tuple(micro_batches))
 
-    def _packed(self, parts: Ints) -> list[Ints]:
-        """Return the parts of each micro-batch: as few as hold the tokens, of about equal cost."""
-        most = self.ranks * self.tokens_per_rank
+    def _packed(self, parts: Ints, num_groups: int) -> list[Ints]:
+        """Return the parts of each group of each micro-batch: as few micro-batches as hold the tokens, of about equal
+        cost. Groups wait for each other, so those of one micro-batch are next to each other by cost."""
+        most = self.ranks_per_group * self.tokens_per_rank
         sizes = parts[:, 2].astype(np.float64)
         costs = sizes * (1 + self.pair_cost * sizes * (0.5 if self.causal else 1.0))
         order = np.argsort(-costs, kind="stable")
-        for num in range(max(1, -(-int(sizes.sum()) // most)), len(parts) + 1):
+        for micro_batches in range(max(1, -(-int(sizes.sum()) // (most * num_groups))), len(parts) + 1):
+            num = micro_batches * num_groups
             tokens, cost = np.zeros(num), np.zeros(num)
             which = np.empty(len(parts), dtype=np.int64)
             for i in order.tolist():
@@ -144,25 +168,27 @@ class Batches(Sequence[BatchStep]):
                 cost[chosen] += costs[i]
                 which[i] = chosen
             if tokens.max() <= most:
-                return [parts[which == number] for number in range(num)]
+                bins = range(num) if num_groups == 1 else np.argsort(-cost, kind="stable").tolist()
+                return [parts[which == number] for number in bins]
         raise AssertionError("a micro-batch holds every single document")
 
     def check(self, steps: Iterable[BatchStep]) -> None:
         """Raise `PlanError` unless these steps have every token of every document of the epoch exactly once, cut no
-        document more often than needed, and weigh micro-batches by their labels.
+        document more often than needed, and weigh micro-batches, or their groups, by their labels.
         """
         order = np.lexsort((self.parts[:, 1], self.parts[:, 0]))
         wanted, pieces = self.parts[order], [self.parts[:0, :3]]
         labels_of = {(number, start): count for number, start, _, count in wanted.tolist()}
+        most = self.ranks_per_group * self.tokens_per_rank
         for step in steps:
             labels = 0
-            for micro in step:
+            for micro in (part for every in step for part in every.groups or (every,)):
                 rows = np.stack((micro.documents, micro.starts, micro.lengths), axis=1)
                 pieces.append(rows)
-                if int(micro.lengths.sum()) > self.ranks * self.tokens_per_rank:
+                if int(micro.lengths.sum()) > most:
                     raise PlanError(
-                        f"step {step.number}: a micro-batch must have at most {self.ranks * self.tokens_per_rank}"
-                        f" tokens, but has {int(micro.lengths.sum())}."
+                        f"step {step.number}: a micro-batch of a group must have at most {most} tokens, but has"
+                        f" {int(micro.lengths.sum())}."
                     )
                 count = sum(labels_of.get((number, start), 0) for number, start, _ in rows.tolist())
                 if micro.labels != count or micro.weight != count / max(step.labels, 1):
@@ -192,6 +218,7 @@ def batches(
     ranks: int,
     tokens_per_rank: int,
     tokens_per_step: int | None = None,
+    ranks_per_group: int | None = None,
     seed: int = 0,
     order: ArrayLike | None = None,
     labels: ArrayLike | None = None,
@@ -208,9 +235,11 @@ def batches(
 
     Args:
         lengths: the tokens of each document of the dataset.
-        ranks: the ranks that run the model, all in one group.
+        ranks: the ranks that run the model.
         tokens_per_rank: limit on the tokens of a micro-batch, as a mean over ranks; a rank may hold 2% more.
         tokens_per_step: limit on the tokens between two updates of the optimizer. Default: one micro-batch.
+        ranks_per_group: how many neighbouring ranks may share a document; each such group gets documents of its own in
+            every micro-batch (`BatchStep.of_rank`), as with a static dp x cp. Default: all ranks are one group.
         seed: selects an order of the documents, such as the number of the epoch.
         order: the numbers of all documents in the order of a sampler, instead of `seed`.
         labels: the number of labels of each document, if it is not one less than its tokens.
@@ -233,13 +262,19 @@ def batches(
     check_int(tokens_per_rank, "tokens_per_rank", where, PlanError, low=1)
     check_int(ranks_per_node, "ranks_per_node", where, PlanError, low=1)
     check_int(start, "start", where, PlanError)
-    most = ranks * tokens_per_rank
+    if ranks_per_group is None:
+        ranks_per_group = ranks
+    if ranks % check_int(ranks_per_group, "ranks_per_group", where, PlanError, low=1):
+        raise PlanError(
+            f"ranks_per_group must be a divisor of ranks, {ranks}, but got {ranks_per_group}. Groups have equal sizes."
+        )
+    most = ranks_per_group * tokens_per_rank
     if tokens_per_step is None:
-        tokens_per_step = most
+        tokens_per_step = ranks * tokens_per_rank
     check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
     if too_long not in ("refuse", "cut"):
         raise PlanError(f"too_long must be 'refuse' or 'cut', but got {truncated_repr(too_long)}.")
-    numbers = _shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
+    numbers = shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
     if numbers.shape != sizes.shape or not np.array_equal(np.sort(numbers), np.arange(len(sizes))):
         raise PlanError(
             f"order must have each of the numbers 0 to {len(sizes) - 1} once, but got {truncated_repr(order)}. To leave"
@@ -254,11 +289,11 @@ def batches(
     steps = range(len(edges) - 1)
     if start > len(steps):
         raise PlanError(f"start must be at most {len(steps)}, the number of steps, but got {start}.")
-    fixed = sizes, ranks, tokens_per_rank, ranks_per_node, causal, pair_cost
+    fixed = sizes, ranks, tokens_per_rank, ranks_per_node, causal, pair_cost, ranks_per_group
     return Batches(parts, np.array(edges, dtype=np.int64), steps[start:], *fixed)
 
 
-def _shuffled(num: int, seed: int) -> Ints:
+def shuffled(num: int, seed: int) -> Ints:
     """Return the numbers below `num` in an order that depends on the seed alone, not on the version of numpy."""
     x = np.arange(num, dtype=np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)
@@ -279,8 +314,8 @@ def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_
     if len(long) and not is_cut:
         raise PlanError(
             f"document {int(long[0])} has {int(sizes[long[0]])} tokens, and {len(long)} documents are longer than the"
-            f" {limit} of a micro-batch or step. Use more ranks, a larger tokens_per_rank or tokens_per_step, or"
-            f" too_long='cut'."
+            f" {limit} of a group's micro-batch or of a step. Use more ranks, larger groups, a larger tokens_per_rank"
+            f" or tokens_per_step, or too_long='cut'."
         )
     if len(long) and labels is not None:
         raise PlanError(

@@ -8,7 +8,7 @@ Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -455,7 +455,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Iterator[R]:
+def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
     """Yield `prepare(batch)` for every batch. A thread reads and prepares the next batch while the loop uses this one.
 
     `prepare` plans, shards and prepares: everything that a new batch needs on the host, and that sends no messages.

@@ -232,8 +232,13 @@ class Mesh:
     """dp and cp as one axis: over these the loss is one mean, and parameters are sharded or replicated."""
 
 
-def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> Mesh:
+def make_mesh(
+    *, ranks: int | None = None, dp: int = 1, cp: int | None = None, tp: int = 1, device_type: str | None = None
+) -> Mesh:
     """Return the mesh of all `dp * cp * tp` ranks; the device is this machine's accelerator, or else the CPU.
+
+    `ranks` stands for `dp * cp`, as in `longspan.batches`: `make_mesh(ranks=n)` has one axis of n ranks that share
+    sequences, and `make_mesh(ranks=n, cp=m)` has groups of m (`ranks_per_group`).
 
     The process group must be initialized. A recipe, for data, sequence ("context") and tensor parallelism together::
 
@@ -253,8 +258,16 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
     """
     if not dist.is_initialized():
         raise BatchError("make_mesh was called before torch.distributed.init_process_group. Call that first.")
-    for name, size in (("dp", dp), ("cp", cp), ("tp", tp)):
+    cp = (1 if ranks is None else ranks) if cp is None else cp
+    for name, size in (("dp", dp), ("cp", cp), ("tp", tp), ("ranks", 1 if ranks is None else ranks)):
         check_int(size, name, "make_mesh()", BatchError, low=-LIMIT)
+    if ranks is not None:
+        if dp != 1 or min(ranks, cp) < 1 or ranks % cp:
+            raise BatchError(
+                f"`ranks` must be a multiple of cp, without dp, but got ranks={ranks}, cp={cp} and dp={dp}. dp is ranks"
+                f" / cp."
+            )
+        dp = ranks // cp
     if min(dp, cp, tp) < 1 or dp * cp * tp != dist.get_world_size():
         raise BatchError(
             f"make_mesh(dp={dp}, cp={cp}, tp={tp}) is a mesh of {dp * cp * tp} ranks, but there are"

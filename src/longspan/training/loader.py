@@ -66,7 +66,8 @@ class DocumentLoader:
 
     `documents` is a map-style dataset (Hugging Face's among them), a `TokenFile` or a list. An item is a document: a
     sequence of token ids, or a dict with `input_ids` and, if not all tokens are predicted, `labels`. `batches` is what
-    `longspan.batches` returned for the lengths of these documents, and `rank` is this rank in the group of all ranks.
+    `longspan.batches` returned for the lengths of these documents, and `rank` is this rank among all ranks. With
+    `ranks_per_group`, steps and micro-batches are those of the rank's group (`BatchStep.of_rank`).
     `prepare` is called in the thread with each micro-batch ahead of time; it must not send messages.
     """
 
@@ -89,7 +90,7 @@ class DocumentLoader:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[BatchStep, MicroBatch, Batch]]:
-        steps = (self.batches[number] for number in range(self.num_steps, len(self.batches)))
+        steps = (self.batches[number].of_rank(self.rank) for number in range(self.num_steps, len(self.batches)))
 
         def read(pair: tuple[BatchStep, MicroBatch]) -> tuple[BatchStep, MicroBatch, Batch]:
             step, micro = pair
@@ -97,7 +98,7 @@ class DocumentLoader:
                 self.prepare(micro)
             first, last = self.batches.edges[step.number : step.number + 2]
             counts = {(number, start): count for number, start, _, count in self.batches.parts[first:last].tolist()}
-            return step, micro, read_part(self.documents, micro, self.rank, counts)
+            return step, micro, read_part(self.documents, micro, self.rank % micro.ranks, counts)
 
         for found in prefetch(((step, micro) for step in steps for micro in step), read):
             step, micro, _ = found
@@ -121,7 +122,10 @@ class DocumentLoader:
     @cached_property
     def _fingerprint(self) -> str:
         batches = self.batches
-        settings = batches.numbers, batches.ranks, batches.tokens_per_rank, batches.causal, batches.pair_cost
+        settings = (
+            batches.numbers, batches.ranks, batches.ranks_per_group, batches.tokens_per_rank, batches.causal,
+            batches.pair_cost,
+        )  # fmt: skip
         found = hashlib.sha256(repr(settings).encode())
         found.update(batches.parts.tobytes())
         found.update(batches.edges.tobytes())
