@@ -197,8 +197,28 @@ def test_other_documents_and_ranks_are_refused():
         DocumentLoader(data[1:], batches, 0)
     with pytest.raises(BatchError, match="`rank` must be less than 3"):
         DocumentLoader(data, batches, 3)
-    with pytest.raises(BatchError, match=r"document \d+ must have at least"):
+    with pytest.raises(BatchError, match=r"document \d+ must have \d+ tokens"):
         list(DocumentLoader([document[:-1] for document in data], batches, 0))
+    with pytest.raises(BatchError, match=r"document \d+ must have \d+ tokens"):  # not cut without being asked to
+        list(DocumentLoader([[*document, 1] for document in data], batches, 0))
+    with pytest.raises(BatchError, match=r"document \d+ must be token ids, but got a str"):
+        list(DocumentLoader(["a" * len(document) for document in data], batches, 0))
+    with pytest.raises(BatchError, match=r"`documents` must be the 23 documents .* list_iterator without a length"):
+        DocumentLoader(iter(data), batches, 0)
+    with pytest.raises(BatchError, match="`state` must come from a loader"):
+        DocumentLoader(data, batches, 0).load_state_dict({"step": 1})
+
+
+def test_a_file_with_other_lengths_is_refused(tmp_path):
+    lengths = [5, 9, 6]
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    file = TokenFile(tmp_path / "tokens.bin", lengths)
+    assert file[-1].tolist() == file[2].tolist() == [*range(14, 20)]
+    with pytest.raises(IndexError):
+        file[3]
+    assert len(list(DocumentLoader(file, ls.batches(lengths, ranks=2, tokens_per_rank=10), 0))) == 1
+    with pytest.raises(BatchError, match="document 1 has 9 tokens instead of 10"):
+        DocumentLoader(file, ls.batches([5, 10, 5], ranks=2, tokens_per_rank=10), 0)
 
 
 def test_datasets_of_hugging_face_are_read():

@@ -125,6 +125,9 @@ class Batches(Sequence[BatchStep]):
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} steps of {len(self.lengths)} documents over {self.ranks} ranks>"
+
     @overload
     def __getitem__(self, index: int) -> BatchStep: ...
     @overload

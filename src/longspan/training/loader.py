@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.planning.batches import Batches, BatchStep, MicroBatch
-from longspan.spans import check_int
+from longspan.spans import Ints, check_int
 from longspan.training.batch import Batch, BatchCut, prefetch
 from longspan.training.groups import BatchError
 
@@ -41,7 +41,7 @@ class TokenFile:
 
     def read(self, index: int, start: int, stop: int) -> NDArray[Any]:
         """Return tokens start to stop of a document."""
-        first = int(self._edges[index])
+        first = int(self._edges[:-1][index])
         return np.asarray(self._ids[first + start : first + stop])
 
 
@@ -74,10 +74,17 @@ class DocumentLoader:
     def __init__(
         self, documents: Any, batches: Batches, rank: int, *, prepare: Callable[[MicroBatch], Any] | None = None
     ) -> None:
-        if len(documents) != len(batches.lengths):
+        num = len(documents) if hasattr(documents, "__len__") else f"a {type(documents).__name__} without a length"
+        if num != len(batches.lengths):
             raise BatchError(
-                f"`documents` must be the {len(batches.lengths)} documents of `batches`, but got {len(documents)}. Give"
-                f" longspan.batches the lengths of all of them."
+                f"`documents` must be the {len(batches.lengths)} documents of `batches`, but got {num}. Give"
+                f" longspan.batches the lengths of all of them, and read streams into a list."
+            )
+        if isinstance(documents, TokenFile) and not np.array_equal(documents.lengths, batches.lengths):
+            first = int(np.flatnonzero(documents.lengths != batches.lengths)[0])
+            raise BatchError(
+                f"`documents` must have the lengths of `batches`, but document {first} has {documents.lengths[first]}"
+                f" tokens instead of {batches.lengths[first]}. Give longspan.batches the lengths of the file."
             )
         self.documents, self.batches, self.prepare = documents, batches, prepare
         self.rank = check_int(rank, "rank", "DocumentLoader()", BatchError)
@@ -98,7 +105,7 @@ class DocumentLoader:
                 self.prepare(micro)
             first, last = self.batches.edges[step.number : step.number + 2]
             counts = {(number, start): count for number, start, _, count in self.batches.parts[first:last].tolist()}
-            return step, micro, read_part(self.documents, micro, self.rank % micro.ranks, counts)
+            return step, micro, read_part(self.documents, micro, self.rank % micro.ranks, self.batches.lengths, counts)
 
         for found in prefetch(((step, micro) for step in steps for micro in step), read):
             step, micro, _ = found
@@ -112,7 +119,7 @@ class DocumentLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the first step that was not complete when `state_dict` was called."""
-        if state["batches"] != self._fingerprint:
+        if state.get("batches") != self._fingerprint:
             raise BatchError(
                 "`state` must come from a loader over the same batches, but its fingerprint differs. Call"
                 " longspan.batches with the same lengths, ranks, limits, order and seed as before."
@@ -132,10 +139,13 @@ class DocumentLoader:
         return found.hexdigest()
 
 
-def read_part(documents: Any, micro: MicroBatch, rank: int, counts: Mapping[tuple[int, int], int]) -> Batch:
+def read_part(
+    documents: Any, micro: MicroBatch, rank: int, sizes: Ints, counts: Mapping[tuple[int, int], int]
+) -> Batch:
     """Return this rank's part of a micro-batch, reading only documents that touch the rank.
 
-    `counts` are the labels of each document and start: they decide the loss's mean, so the documents must have as many.
+    `sizes` are the lengths of all documents, and `counts` the labels of each document and start: they decide the
+    loss's mean, so the documents must have as many.
     """
     edges = np.concatenate(([0], np.cumsum(micro.lengths)))
     ids: list[NDArray[np.int64]] = []
@@ -150,7 +160,7 @@ def read_part(documents: Any, micro: MicroBatch, rank: int, counts: Mapping[tupl
             if begin == end:
                 continue
             more = min(end + 1, int(micro.lengths[place]))  # the label of the last token is the token after it
-            tokens, targets = _read(documents, micro, place, begin, more, counts)
+            tokens, targets = _read(documents, micro, place, begin, more, sizes, counts)
             ids.append(tokens[: end - begin])
             shifted = np.full(end - begin, -100, dtype=np.int64)
             shifted[: more - begin - 1] = targets[1:]
@@ -163,7 +173,13 @@ def read_part(documents: Any, micro: MicroBatch, rank: int, counts: Mapping[tupl
 
 
 def _read(
-    documents: Any, micro: MicroBatch, place: int, begin: int, end: int, counts: Mapping[tuple[int, int], int]
+    documents: Any,
+    micro: MicroBatch,
+    place: int,
+    begin: int,
+    end: int,
+    sizes: Ints,
+    counts: Mapping[tuple[int, int], int],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return ids and labels of a document's tokens `begin` to `end`."""
     index, offset, length = (int(x[place]) for x in (micro.documents, micro.starts, micro.lengths))
@@ -175,9 +191,11 @@ def _read(
         item = documents[index]
         whole: Sequence[Any] = item["input_ids"] if isinstance(item, Mapping) else item
         given: Any = item.get("labels") if isinstance(item, Mapping) else None
-        if offset + length > len(whole) or (given is not None and len(given) != len(whole)):
+        if isinstance(whole, str | bytes):
+            raise BatchError(f"document {index} must be token ids, but got a {type(whole).__name__}. Tokenize it.")
+        if len(whole) != sizes[index] or (given is not None and len(given) != len(whole)):
             raise BatchError(
-                f"document {index} must have at least {offset + length} tokens, as in the lengths of longspan.batches,"
+                f"document {index} must have {sizes[index]} tokens, as in the lengths of longspan.batches,"
                 f" and as many labels, but got {len(whole)} tokens"
                 f"{'' if given is None else f' and {len(given)} labels'}. Give longspan.batches the lengths of these"
                 f" documents."
