@@ -101,7 +101,7 @@ def gradient_of_a_far_row_overwritten(patch):
     take = halo.Sum.take
 
     def taken(self, new):
-        self.drop(new.start, new.stop)
+        self.drop([(new.start, new.stop)])
         take(self, new)
 
     patch.setattr(halo.Sum, "add", lambda self, start, stop, *part: taken(self, halo.Stretch(start, stop, part)))

@@ -248,7 +248,7 @@ def first_rows(target: Ints, *sources: Ints) -> list[list[Run]]:
     cells = np.flatnonzero(wanted >= 0)
     assert (held_by[cells] >= 0).all(), "not all rows are held"
     i, j = wanted[cells], held_by[cells]
-    parts = run_table((i[1:] != i[:-1]) | (j[1:] != j[:-1]) | (cells[1:] != cells[:-1] + 1), len(cells))
+    parts = run_table((i[1:] != i[:-1]) | (j[1:] != j[:-1]), len(cells))
     first, last = parts[:, 0], parts[:, 1] - 1
     start, stop = edges[cells[first]], edges[cells[last] + 1]
     i, j = i[first], j[first]
