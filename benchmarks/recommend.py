@@ -58,6 +58,7 @@ def request_of(model: str, tokens: int, gpus: int, gpu: str = "h100") -> Request
 def text_of(one: Configuration) -> str:
     """Return a configuration in a line."""
     schemes = "/".join(dict.fromkeys(one.schemes)) or "none"
+    schemes += "" if one.fetch_bytes is None else f" with K/V of {bytes_text(one.fetch_bytes)}"
     bound = "> " * one.time.at_least
     return (
         f"{one.data_parallel} x {one.ranks} {one.machine.kernel} {schemes}, {one.recipe.words}:"
