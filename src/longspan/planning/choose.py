@@ -118,7 +118,9 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
         inside = device_bytes(forward, backward, sizes, machine)
         rows.append((max(ahead, int(live.max(initial=0))), ahead, -1 if inside is None else inside))
         tables = table_bytes(forward, backward, machine)
-        running = live_bytes(backward, rank, problem.layout, sizes, "backward", kept, at_kernel=True)
+        running = live
+        if sum(bool(step.computes) for step in backward) == 1:
+            running = live_bytes(backward, rank, problem.layout, sizes, "backward", kept, at_kernel=True)
         moments = [(num_bytes, tables) for num_bytes in live.tolist()]
         moments += [(running[number], inside or tables) for number, step in enumerate(backward) if step.computes]
         worst = max(worst, *((int(a), b) for a, b in moments), key=sum)

@@ -61,7 +61,8 @@ DIFFERENCE = 0.01
 """Of two configurations, the slower one is listed only if it needs at least this share less memory."""
 SCHEMES = ("auto", "ring", "all_to_all")
 MAX_STAGED_RANKS = 32
-"""Ranks up to which an exchange in stages is tried: its stages, and the time to plan them, grow with the ranks."""
+"""Ranks up to which an exchange in stages is tried, where all GPUs share a sequence: its stages, and the time to plan
+them, grow with the ranks."""
 MAX_GPUS, MAX_NODES = 1024, 16
 """The search for GPUs on which a step fits tries powers of two up to this, and this many whole nodes."""
 LORA = 16
@@ -142,7 +143,7 @@ class Request:
         tokens, itemsize = -(-self.seq_len // ranks) * self.batch, self.recipe.itemsize
         own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in self.sizes.attentions), default=0)
         schemes = [(scheme, self.fetch_bytes) for scheme in (SCHEMES if self.scheme is None else (self.scheme,))]
-        if self.scheme is None and self.fetch_bytes is None and own and 1 < ranks <= MAX_STAGED_RANKS:
+        if self.scheme is None and self.fetch_bytes is None and own and 1 < ranks == self.gpus <= MAX_STAGED_RANKS:
             schemes.append(("exchange", tokens * own * itemsize))
         for machine in self.machines:
             seen: set[tuple[str, ...]] = set()
