@@ -342,6 +342,22 @@ def test_the_lines_name_what_exists(recipe):
     )
 
 
+def test_published_lengths_fit_and_a_limit_of_remote_keys_is_in_the_lines():
+    """ALST's lengths of Llama-3-8B on H100s of 80 GB; on 32 only an exchange in stages fits."""
+    llama = sizes_of(built_in_config("llama3-8b"))
+    staged = asked(llama, 15_000_000, 32)
+    for request in (asked(llama, 500_000, 1), asked(llama, 3_700_000, 8), staged):
+        assert all(peak(one) <= request.room for one in recommend(request).best)
+        assert recommend(request).best
+    first = recommend(staged).best[0]
+    assert (first.scheme, first.fetch_bytes) == ("exchange", 468750 * 8 * 256 * 2)
+    lines = plan_gpus.config_lines(first, "llama3-8b", staged)
+    assert "fetch_bytes" in calls(lines)["ls.plan"]
+    assert "LongTrainer" not in calls(lines)
+    assert recommend(replace(staged, fetch_bytes=first.fetch_bytes, scheme="exchange")).best[0].memory == first.memory
+    assert recommend(replace(staged, scheme="ring")).best == ()
+
+
 def test_the_lines_of_transformers_name_what_exists():
     transformers = pytest.importorskip("transformers")
     trainer = pytest.importorskip("longspan.huggingface.trainer").ContextParallelTrainer

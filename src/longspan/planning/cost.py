@@ -184,8 +184,8 @@ def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> li
             sides.setdefault(_key_of(piece), []).append((number, piece))
             bands = (*compute.bands, *compute.maybe)
             num_bands[_key_of(piece)] += len(bands)
-            rows = sum([len(getattr(band, side)) for band in bands])
-            parts.setdefault(_key_of(piece), []).append(1 + (rows > piece.num_tokens))
+            rows = sum([len(getattr(band, side)) for band in bands]) if len(bands) > 1 else 0
+            parts.setdefault(_key_of(piece), []).append(1 + (rows > 0 and rows > piece.num_tokens))
             queries.setdefault(_key_of(piece), set()).add(compute.q.spans[0].start)
     uses: list[Uses] = []
     for key, pieces in sides.items():
