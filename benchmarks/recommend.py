@@ -3,7 +3,7 @@
 Twelve models at three lengths, each searched within `MAX_SECONDS` of processor time; then runs whose length and number
 of GPUs were published: does the recommendation fit there, and where it does not, what is held at each moment. All
 memory and times are COMPUTED; nothing ran on a GPU. The command fails if a search takes longer, or if a run that was
-measured to fit with the same means (TRL's) does not.
+measured to fit with the same means does not.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ ALST = "ALST (arXiv:2506.13996)"
 _ALST_MEANS = "Ulysses, ZeRO-3, weights, optimizer and checkpoints on the host, MLP and loss in tiles"
 RUNS = (
     Published("TRL, guide to 1M tokens", "qwen3-8b", M, 8, "ring, FSDP2, checkpoints on the host", judged=True),
-    Published(ALST, "llama3-8b", 500_000, 1, _ALST_MEANS, judged=False),
-    Published(ALST, "llama3-8b", 3_700_000, 8, _ALST_MEANS, judged=False),
-    Published(ALST, "llama3-8b", 15_000_000, 32, _ALST_MEANS, judged=False),
+    Published(ALST, "llama3-8b", 500_000, 1, _ALST_MEANS, judged=True),
+    Published(ALST, "llama3-8b", 3_700_000, 8, _ALST_MEANS, judged=True),
+    Published(ALST, "llama3-8b", 15_000_000, 32, _ALST_MEANS, judged=True),
 )
 
 
@@ -58,6 +58,7 @@ def request_of(model: str, tokens: int, gpus: int, gpu: str = "h100") -> Request
 def text_of(one: Configuration) -> str:
     """Return a configuration in a line."""
     schemes = "/".join(dict.fromkeys(one.schemes)) or "none"
+    schemes += "" if one.fetch_bytes is None else f" with K/V of {bytes_text(one.fetch_bytes)}"
     bound = "> " * one.time.at_least
     return (
         f"{one.data_parallel} x {one.ranks} {one.machine.kernel} {schemes}, {one.recipe.words}:"

@@ -1,7 +1,10 @@
 """Train with TRL's GRPOTrainer, with prompts and completions sharded over all ranks after generation.
 
 On two CPU processes, with a tiny model:  torchrun --nproc-per-node 2 examples/trainers/trl_grpo.py
-On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/trl_grpo.py Qwen/Qwen3-8B
+On 8 GPUs, with your own model:           torchrun --nproc-per-node 8 examples/trainers/trl_grpo.py Qwen/Qwen3-0.6B
+
+Every GPU holds the whole model, its gradients and the optimizer's state (DDP): 8 bytes a parameter in bfloat16, 64 GB
+for 8e9 parameters before any activation. Shard larger models by FSDP2, as examples/grpo_fsdp2.py does.
 """
 
 import sys

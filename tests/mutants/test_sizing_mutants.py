@@ -66,6 +66,16 @@ def moments():
         step_memory(TrainingStep(sizes, 32768, 8, nothing, Recipe(mlp_chunks=chunks))).moments[1] for chunks in (1, 8)
     )
     assert checks.line(cut, "one layer") < 0.6 * checks.line(whole, "one layer")
+    # attention: its input of 4096 and output projection's, q, k, v and output in bfloat16, lse, a chunk of the norm
+    heads = {heads: AttentionBytes(1 << 40, 0) for heads in sizes.attentions}
+    tiled = step_memory(TrainingStep(sizes, 32768, 8, heads, Recipe(mlp_chunks=8))).moments[1]
+    assert checks.line(tiled, "one layer") == 32768 * (2 * (4096 + 4096 + 10240) + 128) + 4096 * (6 * 4096 + 4)
+    # an MLP: what attention keeps, and of its norm and itself one chunk and the inputs
+    rows, chunk = 32768 - 4096, 4096 * (6 * 4096 + 4 + 2 * 4096 + 2 * 4 * 14336)
+    assert checks.line(cut, "one layer") == checks.line(tiled, "one layer") + chunk + rows * 2 * 2 * 4096
+    heads = {heads: AttentionBytes(0, 0, 1 << 40) for heads in sizes.attentions}
+    again = step_memory(TrainingStep(sizes, 32768, 8, heads, Recipe())).moments[1]
+    assert checks.line(again, "remote K/V") == 1 << 40
 
 
 CHECKS = (
@@ -125,7 +135,10 @@ MUTANTS = {
     "checkpoints keep everything": (
         memory.step_memory, "not recipe.checkpointing:\n        size", "True:\n        size"
     ),
-    "chunks save nothing": (memory._block_kept, "recipe.mlp_chunks == 1", "True"),
+    "chunks save nothing": (memory._kept, "recipe.mlp_chunks > 1", "False"),
+    "norms are not in chunks": (memory._kept, "module.tiled or in_chunks", "in_chunks"),
+    "inputs of chunks are free": (memory._kept, "module.tiled if inputs is None else inputs", "0"),
+    "the forward of attention is free": (memory._backward_of_blocks, "attention.forward,", "0,"),
     "a layer that runs again takes nothing": (memory._backward_of_blocks, "if recipe.checkpointing:", "if False:"),
     "kernels allocate nothing": (memory._backward_of_blocks, "attention.workspace or 0", "0"),
     "no layer is gathered ahead": (memory.step_memory, "2 * gathered", "gathered"),

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan as ls
 from longspan.kernels import kernel_named
+from longspan.planning.cost import live_bytes
 from longspan.planning.machine import CPU, Link
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback, ProcessGroup, observe
@@ -157,6 +158,7 @@ class Ledger(TorchDispatchMode):
         self.alive = {}  # address of the storage -> (weak reference, size, when it was made)
         self.gone = []  # (size, made, gone, address)
         self.paused = False
+        self.at_kernel = 0  # the most bytes alive when a kernel returns
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -197,7 +199,8 @@ class Ledger(TorchDispatchMode):
 
 
 class Unseen:
-    """A kernel whose own allocations are not counted, only what it hands over."""
+    """A kernel whose own allocations are not counted, only what it hands over: in the dtype of its inputs, as kernels
+    of GPUs return it; that of CPUs returns gradients of bfloat16 in float32."""
 
     name = "unseen"
 
@@ -205,19 +208,23 @@ class Unseen:
         self.kernel, self.ledger, self.groups = kernel, ledger, kernel.groups
 
     def forward(self, *args):
-        yield from self._seen(self.kernel.forward(*args))
+        yield from self._seen(self.kernel.forward(*args), ())
 
-    def backward(self, *args):
-        yield from self._seen(self.kernel.backward(*args))
+    def backward(self, work, upstream):
+        yield from self._seen(self.kernel.backward(work, upstream), (work.q_BHQD.dtype,) * 3)
 
-    def _seen(self, tiles):
+    def _seen(self, tiles, dtypes):
         while True:
             self.ledger.paused = True
             found = next(tiles, None)
-            self.ledger.paused = False
             if found is None:
+                self.ledger.paused = False
                 return
+            found = tuple(t.to(dtype) for t, dtype in zip(found, dtypes, strict=True)) if dtypes else found
+            self.ledger.paused = False
             self.ledger.note(found)
+            now = sum(size for _, size, _ in self.ledger.alive.values())
+            self.ledger.at_kernel = max(self.ledger.at_kernel, now)
             yield found
             del found  # or it would outlive its use here
 
@@ -274,6 +281,7 @@ def _measured(plan):
             ledger = Ledger((q, k, v, out, lse, dout, *kept))
             grads = ledger.run(lambda job: Backward(job, Saved(q, k, v, out, lse, kept), dout).program(), job, boxes)
             peaks[rank, "backward"] = ledger.peak(grads) + sum(message.numel() for message in kept)
+            peaks[rank, "kernel"] = ledger.at_kernel + sum(message.numel() for message in kept)
         except BaseException as error:
             errors.append((rank, error))
 
@@ -315,5 +323,20 @@ def test_memory_held_is_within_what_the_plan_says(scheme, mask, layout, dtype, k
     for rank in range(4):
         forward, backward, planned = measured[rank, "forward"], measured[rank, "backward"], plan.peak_bytes(rank)
         what = f"rank {rank}: {forward} bytes forward, {backward} backward, but the plan says {planned}"
-        assert max(forward, backward) <= 1.2 * planned, what
+        assert max(forward, backward) <= 1.25 * planned, what
         assert max(forward, backward) >= 0.5 * planned, what  # nor is it overstated without bounds
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_an_all_to_all_frees_messages_before_its_kernel_runs(mask):
+    wanted = _masks(4096)[mask]
+    plan = _plan(
+        wanted, _layout("balanced", wanted, 4096, 4), "all_to_all", "bfloat16", heads=(8, 4), dims=(32, 32)
+    )  # fmt: skip
+    measured = _measured(plan)
+    for rank in range(4):
+        steps = plan.steps(rank, "backward")
+        planned = live_bytes(steps, rank, plan.layout, plan.sizes, "backward", at_kernel=True)
+        (number,) = (number for number, step in enumerate(steps) if step.computes)
+        assert 0.9 * planned[number] <= measured[rank, "kernel"] <= 1.1 * planned[number]
+        assert planned[number] < 0.9 * plan.peak_bytes(rank)

@@ -154,15 +154,20 @@ def live_by_position(steps, rank, layout, direction, kept):
         copies = [c.kv.num_bytes(SIZES) for c in step.computes if not any(positions(c.kv) <= one for one in there)]
         live[number] += max(copies, default=0)
     for side in ("q", "kv"):
-        uses: dict[object, list[tuple[int, object]]] = {}
+        uses: dict[object, list[tuple[int, object, list[object]]]] = {}
         for number, step in enumerate(steps):
             for compute in step.computes:
                 piece = getattr(compute, side)
-                uses.setdefault((piece.heads, piece.batch), []).append((number, piece))
+                bands = [getattr(band, side) for band in (*compute.bands, *compute.maybe)]
+                uses.setdefault((piece.heads, piece.batch), []).append((number, piece, bands))
         for key, found in uses.items():
             add = _add_queries if side == "q" else _add_keys
             if side == "q" or direction == "backward":
                 add(live, steps, rank, own, key, found, direction)
+    if direction == "backward":
+        start = sum(piece.num_bytes(SIZES) for piece in kept)
+        products = int(layout.num_slots(rank)) * SIZES.batch * SIZES.q_heads * SIZES.v_head_dim * 4
+        live[0] = max(live[0], start + products)
     return live
 
 
@@ -170,7 +175,7 @@ def _merged(live, found, per_row):
     """Rows met for the second time count twice, later ones once; the largest compute of a step decides."""
     seen: dict[int, int] = {}
     most: dict[int, int] = {}
-    for number, piece in found:
+    for number, piece, _ in found:
         brought = 0
         for position in positions(piece):
             seen[position] = seen.get(position, 0) + 1
@@ -180,31 +185,50 @@ def _merged(live, found, per_row):
         live[number] += brought * weight(found[0][1]) * per_row
 
 
+def _row_bytes(found, single, merged):
+    """The bytes of each row: those of a state, if several computes, or bands of one, have rows in common."""
+    times: dict[int, int] = {}
+    for _, piece, bands in found:
+        several = 1 + (sum(len(band) for band in bands) > len(positions(piece)))
+        for position in positions(piece):
+            times[position] = times.get(position, 0) + several
+    return {position: merged if number > 1 else single for position, number in times.items()}
+
+
+def _is_result(own, found, of_row, heads):
+    is_all = set(of_row) == own and weight(found[0][1]) == heads * SIZES.batch
+    return is_all and len(found) == len(found[0][2]) == 1
+
+
 def _add_queries(live, steps, rank, own, key, found, direction):
-    used = set().union(*(positions(piece) for _, piece in found))
     if direction == "forward":
-        state, copied = (SIZES.v_head_dim + 2) * 4, SIZES.row_bytes(Role.Q)
-        _merged(live, found, SIZES.row_bytes(Role.OUT) + SIZES.v_head_dim * 4)
+        result, state, copied = SIZES.row_bytes(Role.OUT), (SIZES.v_head_dim + 2) * 4, SIZES.row_bytes(Role.Q)
+        _merged(live, found, result + SIZES.v_head_dim * 4)
     else:
-        state = SIZES.head_dim * 4
+        result, state = SIZES.row_bytes(Role.DQ), SIZES.head_dim * 4
         copied = SIZES.row_bytes(Role.Q) + SIZES.row_bytes(Role.DOUT) + SIZES.v_head_dim * SIZES.itemsize
-        _merged(live, found, SIZES.row_bytes(Role.DQ))
-    live[found[0][0] :] += len(used) * weight(found[0][1]) * (state + (0 if used <= own else copied))
+        _merged(live, found, result)
+    of_row = _row_bytes(found, result, state)
+    if not _is_result(own, found, of_row, SIZES.q_heads):
+        live[found[0][0] :] += sum(of_row.values()) * weight(found[0][1])
+    if not set(of_row) <= own:
+        live[found[0][0] : found[-1][0] + 1] += len(of_row) * weight(found[0][1]) * copied
 
 
 def _add_keys(live, steps, rank, own, key, found, direction):
     _merged(live, found, SIZES.row_bytes(Role.KV))
-    each = weight(found[0][1]) * SIZES.row_bytes(Role.DKV)
-    used = set().union(*(positions(piece) for _, piece in found))
-    live[found[0][0] :] += len(used & own) * each
+    each, of_row = weight(found[0][1]), _row_bytes(found, SIZES.row_bytes(Role.KV), SIZES.row_bytes(Role.DKV))
+    returned = [t for step in steps for t in step.transfers if t.piece.role is Role.DKV]
+    if returned or not _is_result(own, found, of_row, SIZES.kv_heads):
+        live[found[0][0] :] += sum(size for position, size in of_row.items() if position in own) * each
     seen: set[int] = set()
-    for number, piece in found:
-        live[number:] += len(positions(piece) - own - seen) * each
+    for number, piece, _ in found:
+        live[number:] += sum(of_row[position] for position in positions(piece) - own - seen) * each
         seen |= positions(piece) - own
     for number, step in enumerate(steps):
         for t in step.transfers:
             if t.src == rank and t.piece.role is Role.DKV and (t.piece.heads, t.piece.batch) == key:
-                live[number + 1 :] -= len(positions(t.piece) & seen) * each
+                live[number + 1 :] -= sum(of_row[position] for position in positions(t.piece) & seen) * each
 
 
 @pytest.mark.share(3)

@@ -168,7 +168,7 @@ def test_what_would_fit_is_said_and_fits():
 
 def test_adapters_are_proposed_where_they_are_what_is_missing():
     """State of 8e9 parameters on two cards of 24 GB, with a host of no use: adapters have none."""
-    few = asked(gpus=2, gpu="rtx4090", seq_len=1 << 17)
+    few = asked(gpus=2, gpu="rtx4090", seq_len=1 << 18)
     assert recommend(few).best == ()
     assert all(way.configuration.memory.peak.size <= few.room for way in ways_to_fit(few) if "--gpu " not in way.option)
     assert "--lora" not in {way.option.split()[0] for way in ways_to_fit(replace(few, recipe=Recipe(lora=8)))}
@@ -225,13 +225,13 @@ def test_three_on_a_screen(plan):
 
 
 def test_nothing_fits_on_a_screen(plan):
-    code, out, _ = plan("--model", "llama3-8b", "--seq", "3700000", "--gpus", "8")
+    code, out, _ = plan("--model", "llama3-8b", "--seq", "4500000", "--gpus", "8")
     text = " ".join(out.split())
     assert code == 1
     assert "fits in 80 GB: no, because the smallest need of all configurations is" in text
     assert "needs --gpus 16 or --gpu h200 or --seq 2M" in text
     assert "torchrun" not in out
-    found = json.loads(plan("--model", "llama3-8b", "--seq", "3700000", "--gpus", "8", "--json")[1])
+    found = json.loads(plan("--model", "llama3-8b", "--seq", "4500000", "--gpus", "8", "--json")[1])
     assert (found["best"], found["lines"]) == ([], [])
     assert [way["option"] for way in found["ways"]] == ["--gpus 16", "--gpu h200", "--seq 2M"]
     assert found["least"]["peak_bytes"] > 77 << 30
@@ -340,6 +340,22 @@ def test_the_lines_name_what_exists(recipe):
     assert text.count("offload=True") == (2 if recipe.offload and recipe.mlp_chunks == 1 else recipe.offload) + (
         recipe.offload_optimizer
     )
+
+
+def test_published_lengths_fit_and_a_limit_of_remote_keys_is_in_the_lines():
+    """ALST's lengths of Llama-3-8B on H100s of 80 GB; on 32 only an exchange in stages fits."""
+    llama = sizes_of(built_in_config("llama3-8b"))
+    staged = asked(llama, 15_000_000, 32)
+    for request in (asked(llama, 500_000, 1), asked(llama, 3_700_000, 8), staged):
+        assert all(peak(one) <= request.room for one in recommend(request).best)
+        assert recommend(request).best
+    first = recommend(staged).best[0]
+    assert (first.scheme, first.fetch_bytes) == ("exchange", 468750 * 8 * 256 * 2)
+    lines = plan_gpus.config_lines(first, "llama3-8b", staged)
+    assert "fetch_bytes" in calls(lines)["ls.plan"]
+    assert "LongTrainer" not in calls(lines)
+    assert recommend(replace(staged, fetch_bytes=first.fetch_bytes, scheme="exchange")).best[0].memory == first.memory
+    assert recommend(replace(staged, scheme="ring")).best == ()
 
 
 def test_the_lines_of_transformers_name_what_exists():

@@ -236,7 +236,7 @@ def test_time_and_cost_on_the_screen(plan):
     steps = {one["with"]: one["seconds"] for one in found["recipes"]}
     assert steps["checkpointing"] == time["seconds"]
     assert steps["no checkpointing"] < steps["checkpointing"] < steps["checkpointing, offload"]
-    assert steps["checkpointing"] < steps["checkpointing, MLP in 8 chunks"]
+    assert steps["checkpointing"] < steps["checkpointing, tiled in 8 chunks"]
 
 
 def test_sequences_side_by_side_share_parameters_and_nothing_else(plan):

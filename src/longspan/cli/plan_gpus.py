@@ -136,11 +136,16 @@ def _row(one: Configuration, chosen: bool) -> Row:
     cells = (
         f"{one.data_parallel} x {one.ranks}", bytes_text(one.memory.peak.size), host,
         f"{bound}{seconds_text(one.time.seconds)}", f"{one.cost.tokens_per_second:,.0f}", one.machine.kernel,
-        one.scheme if one.schemes else "none", "yes" if recipe.checkpointing else "no",
+        _scheme_text(one), "yes" if recipe.checkpointing else "no",
         "+".join(word for on, word in places if on) or "no",
         f"{recipe.mlp_chunks} chunks" if recipe.mlp_chunks > 1 else "whole",
     )  # fmt: skip
     return Row(cells, chosen)
+
+
+def _scheme_text(one: Configuration) -> str:
+    staged = f", K/V of {bytes_text(one.fetch_bytes)}" if one.fetch_bytes is not None else ""
+    return f"{one.scheme}{staged}" if one.schemes else "none"
 
 
 # -- Lines to paste ----------------------------------------------------------------------------------------------------
@@ -150,11 +155,11 @@ def config_lines(one: Configuration, name: str, request: Request) -> list[str]:
     """Return the launch command, and the lines of a program with a Trainer and of one with its own loop.
 
     A Trainer's model is sharded when it is loaded: adapters and MLPs in chunks, which come before that, are in the
-    lines of a loop only.
+    lines of a loop only. So are limits of remote K/V, which a Trainer does not take.
     """
     recipe = one.recipe
     lines = [f"# {launch_command(request.gpus, one.machine.node)}"]
-    if not recipe.lora and recipe.mlp_chunks == 1:
+    if not recipe.lora and recipe.mlp_chunks == 1 and one.fetch_bytes is None:
         lines += ["", "# with transformers' Trainer, or one of TRL", *_trainer_lines(one, name, request)]
     return [*lines, "", "# in your own loop", *_loop_lines(one, request)]
 
@@ -213,6 +218,7 @@ def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
         mask = "mask" if heads.window is None else f"mask & ls.masks.sliding_window({heads.window})"
         name = "plan" if len(one.schemes) == 1 else f"plan_{number}"
         batch = f", batch={request.batch}" if request.batch > 1 else ""
+        batch += f", fetch_bytes={one.fetch_bytes}" if one.fetch_bytes is not None else ""
         yield f'{name} = ls.plan({mask}, layout, scheme="{scheme}", dtype="{recipe.dtype}",'
         yield f"{' ' * len(name)}           {sizes}{batch})"
 
@@ -251,6 +257,7 @@ def _figures_of(one: Configuration, price: float | None) -> dict[str, Any]:
         "machine": one.machine.name,
         "kernel": one.machine.kernel,
         "schemes": list(one.schemes),
+        "fetch_bytes": one.fetch_bytes,
         "checkpointing": one.recipe.checkpointing,
         "offload": one.recipe.offload,
         "offload_optimizer": one.recipe.offload_optimizer,

@@ -25,7 +25,7 @@ import numpy as np
 
 from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
-from longspan.planning.cost import peak_bytes
+from longspan.planning.cost import live_bytes, peak_bytes
 from longspan.planning.estimate import LAYERS, Estimate, estimate
 from longspan.planning.kernel_memory import table_bytes, workspace_bytes
 from longspan.planning.machine import Machine, Work, rank_times, tile_work
@@ -55,6 +55,11 @@ class Reason:
     """How long hosts are busy queueing both passes while the device works. 0 if the host computes itself."""
     workspace_bytes: int | None = 0
     """Memory that the machine's kernel allocates internally, and the plan's tables on the device. None: not known."""
+    forward_peak_bytes: int = 0
+    """`peak_bytes` of forward alone."""
+    backward_peak: tuple[int, int] = (0, 0)
+    """Bytes as in `peak_bytes`, and those of workspace and tables, in the backward step that has most of both: a kernel
+    allocates its workspace only in steps that compute."""
 
     @property
     def seconds(self) -> float:
@@ -102,21 +107,30 @@ def busiest(chosen: Scheme) -> list[int]:
 def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     """Return the scheme's costs on the machine."""
     problem, sizes = candidate.problem, candidate.problem.sizes
-    rows: list[tuple[int, int]] = []
+    rows: list[tuple[int, int, int]] = []
+    worst = (0, 0)
     ranks = busiest(candidate)
     for rank in ranks:
         forward = candidate.steps(rank)
         backward, kept = reverse(forward, rank, keep=keep)
-        passes = ((forward, "forward", ()), (backward, "backward", kept))
-        peaks = (peak_bytes(steps, rank, problem.layout, sizes, name, held) for steps, name, held in passes)
+        ahead = peak_bytes(forward, rank, problem.layout, sizes, "forward")
+        live = live_bytes(backward, rank, problem.layout, sizes, "backward", kept)
         inside = device_bytes(forward, backward, sizes, machine)
-        rows.append((max(peaks), -1 if inside is None else inside))
-    peak, inside = (max(column) for column in zip(*rows, strict=True))
+        rows.append((max(ahead, int(live.max(initial=0))), ahead, -1 if inside is None else inside))
+        tables = table_bytes(forward, backward, machine)
+        running = live
+        if sum(bool(step.computes) for step in backward) == 1:
+            running = live_bytes(backward, rank, problem.layout, sizes, "backward", kept, at_kernel=True)
+        moments = [(num_bytes, tables) for num_bytes in live.tolist()]
+        moments += [(running[number], inside or tables) for number, step in enumerate(backward) if step.computes]
+        worst = max(worst, *((int(a), b) for a, b in moments), key=sum)
+    peak, ahead, inside = (max(column) for column in zip(*rows, strict=True))
     time = estimated(candidate, machine, keep=keep)
     received = sum(candidate.received(direction, keep=keep) for direction in ("forward", "backward"))
     return Reason(
         candidate.name, time.forward, time.backward, int(np.max(received)), int(peak), ranks=tuple(ranks),
         host_seconds=time.host_seconds, workspace_bytes=None if inside < 0 else int(inside),
+        forward_peak_bytes=int(ahead), backward_peak=worst,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -78,6 +79,15 @@ class Uses:
     """Whether the rank holds the entry's cell itself."""
     num_queries: int
     """Number of different query spans on the other side."""
+    parts: Ints
+    """1 for each compute; 2 if bands of it share rows, so that launches of one compute merge."""
+    num_bands: int
+    """Bands of all computes."""
+
+    @cached_property
+    def is_merged(self) -> NDArray[np.bool_]:
+        """Whether the rows of each cell get several contributions, which have a float32 state."""
+        return np.bincount(self.cell, self.parts[self.use], len(self.edges)) > 1
 
     @cached_property
     def tokens(self) -> Ints:
@@ -102,6 +112,15 @@ class Uses:
         """Return how many different rows are used: all, or only the rank's own, or only those of others."""
         return int(self.tokens[self.fresh if own is None else self.fresh & (self.own == own)].sum())
 
+    def row_bytes(self, single: int, merged: int) -> Ints:
+        """Return the bytes of a row of each cell: the kernel's result if it is the only one, else a state."""
+        return np.where(self.is_merged, merged, single)
+
+    def num_bytes(self, of_row: Ints, own: bool | None = None) -> int:
+        """Return the bytes of different rows that are used: all, or only the rank's own."""
+        is_counted = self.fresh if own is None else self.fresh & (self.own == own)
+        return int((self.tokens * of_row[self.cell])[is_counted].sum())
+
     def merging(self, num_steps: int) -> Ints:
         """Return for each step the most rows that one compute merges into sums.
 
@@ -111,23 +130,28 @@ class Uses:
         np.maximum.at(most, self.steps, self._sums(self.tokens * np.where(self.nth == 1, 2, self.nth > 1)))
         return most
 
-    def arriving(self, num_steps: int) -> Ints:
-        """Return for each step the rows of other ranks that no earlier compute used."""
-        rows = np.zeros(num_steps, dtype=np.int64)
-        np.add.at(rows, self.steps, self._sums(self.tokens * (self.fresh & ~self.own)))
-        return rows
+    def arriving(self, num_steps: int, of_row: Ints) -> Ints:
+        """Return for each step the bytes of rows of other ranks that no earlier compute used."""
+        num_bytes = np.zeros(num_steps, dtype=np.int64)
+        np.add.at(num_bytes, self.steps, self._sums(self.tokens * of_row[self.cell] * (self.fresh & ~self.own)))
+        return num_bytes
 
-    def num_remote(self, rows: Ints) -> Ints:
-        """Return how many positions of each (start, stop) row belong to other ranks and are used by some compute."""
+    def remote_bytes(self, rows: Ints, of_row: Ints) -> Ints:
+        """Return the bytes of each (start, stop) row that belong to other ranks and are used by some compute."""
         cells = np.sort(self.cell[self.fresh & ~self.own])
         if not len(cells):
             return np.zeros(len(rows), dtype=np.int64)
-        starts, sizes = self.edges[cells], self.edges[cells + 1] - self.edges[cells]
-        before = np.cumsum(sizes) - sizes
+        starts, sizes, each = self.edges[cells], self.edges[cells + 1] - self.edges[cells], of_row[cells]
+        before = np.cumsum(sizes * each) - sizes * each
         at = np.searchsorted(starts, rows, side="right") - 1
-        count = before[at] + np.minimum(rows - starts[at], sizes[at])
+        count = before[at] + np.minimum(rows - starts[at], sizes[at]) * each[at]
         count[at < 0] = 0
         return count[:, 1] - count[:, 0]
+
+    def is_result(self, num_own: int, num_planes: int, sizes: Sizes) -> bool:
+        """Return whether one band has all of the rank's own rows: what its kernel returns is the result itself."""
+        is_all = self.num_rows() == self.num_rows(own=True) == num_own and self.weight(sizes) == num_planes
+        return is_all and self.num_bands == 1
 
     def branching(self) -> int:
         """Return an upper bound on rows of dK/dV sums that wait for their sibling in the tree of `Chunks`."""
@@ -151,10 +175,17 @@ def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> li
     """Return the query or key sides of all computes, by heads, batch rows and queries that are summed apart."""
     sides: dict[Key, list[tuple[int, Piece]]] = {}
     queries: dict[Key, set[int]] = {}
+    parts: dict[Key, list[int]] = {}
+    num_bands: Counter[Key] = Counter()
+    side = "q" if role is Role.Q else "kv"
     for number, step in enumerate(steps):
         for compute in step.computes:
-            piece = compute.q if role is Role.Q else compute.kv
+            piece: Piece = getattr(compute, side)
             sides.setdefault(_key_of(piece), []).append((number, piece))
+            bands = (*compute.bands, *compute.maybe)
+            num_bands[_key_of(piece)] += len(bands)
+            rows = sum([len(getattr(band, side)) for band in bands]) if len(bands) > 1 else 0
+            parts.setdefault(_key_of(piece), []).append(1 + (rows > 0 and rows > piece.num_tokens))
             queries.setdefault(_key_of(piece), set()).add(compute.q.spans[0].start)
     uses: list[Uses] = []
     for key, pieces in sides.items():
@@ -166,7 +197,8 @@ def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> li
         held = np.zeros(len(edges), dtype=np.bool_)
         held[join(np.stack((edges, edges + 1), axis=1), own)[0]] = True
         numbers = np.array([number for number, _ in pieces], dtype=np.int64)
-        uses.append(Uses(key, numbers, edges, rows[at, 2], cell, held[cell], len(queries[key])))
+        each = np.array(parts[key], dtype=np.int64)
+        uses.append(Uses(key, numbers, edges, rows[at, 2], cell, held[cell], len(queries[key]), each, num_bands[key]))
     return uses
 
 
@@ -212,14 +244,24 @@ def _is_in_one_piece(steps: Ints, rows: Ints, pieces: Ints, window: Ints, seq_le
 
 
 # -- Memory of a rank beyond its own q, k, v and results, step by step ------------------------------------------------
-# Counted: pieces that arrived or are arriving, messages being sent, float32 sums, copies of rows that are gathered for
-# a kernel, and results that are about to be merged. Memory that a kernel allocates internally is not counted.
+# Counted: pieces that arrived or are arriving, messages being sent, a kernel's results for rows that get no other
+# contribution, float32 sums of the others, copies of rows that are gathered for a kernel, and results that are about to
+# be merged. Results of kernels have the dtype of the tensors, as on GPUs. Memory that a kernel allocates internally is
+# not counted.
 
 
 def live_bytes(
-    steps: tuple[Step, ...], rank: int, layout: Layout, sizes: Sizes, direction: str, kept: tuple[Piece, ...] = ()
+    steps: tuple[Step, ...],
+    rank: int,
+    layout: Layout,
+    sizes: Sizes,
+    direction: str,
+    kept: tuple[Piece, ...] = (),
+    *,
+    at_kernel: bool = False,
 ) -> Ints:
-    """Return the bytes alive in each step."""
+    """Return the bytes alive in each step; `at_kernel`: while its kernels run, by when messages are freed of which all
+    rows were copied."""
     size = max(len(steps), 1)
     change = np.zeros(size + 1, dtype=np.int64)  # of what stays from a step on
     change[0] = sum(piece_bytes(list(kept), sizes))
@@ -232,23 +274,38 @@ def live_bytes(
         np.add.at(change, into[:, STEP], into[:, BYTES])
         np.subtract.at(change, np.clip(into[:, UNTIL] + 1, into[:, STEP], size), into[:, BYTES])
         np.add.at(once, sent[:, STEP], sent[:, BYTES])
-        once += _gathered_bytes(steps, rank, own, layout.seq_len, sizes, kept)
-        # For each query row from its first compute to the end: in forward an accumulator, maximum and sum, in backward
-        # dq; and copies of the inputs (backward: of q, of the output's gradient and a placeholder for the output) if
-        # some came from other ranks.
+        gathered = _gathered_bytes(steps, rank, own, layout.seq_len, sizes, kept)
+        once += gathered
+        computing = [number for number, step in enumerate(steps) if step.computes]
+        if at_kernel and len(computing) == 1 and gathered[computing[0]]:  # as in an all-to-all
+            is_copied = (into[:, STEP] < computing[0]) & (into[:, UNTIL] >= computing[0]) & (into[:, ADDED] == 0)
+            once[computing[0]] -= into[is_copied, BYTES].sum()
+        # For each query row from its first compute to the end: in forward its result, or an accumulator, maximum and
+        # sum, in backward dq. Until its last compute: copies of the inputs (backward: of q, of the output's gradient
+        # and a placeholder for the output) if some came from other ranks.
         if direction == "forward":
-            state, partial = (sizes.v_head_dim + 2) * wide, sizes.row_bytes(Role.OUT) + sizes.v_head_dim * wide
-            copies = sizes.row_bytes(Role.Q)
+            result, state = sizes.row_bytes(Role.OUT), (sizes.v_head_dim + 2) * wide
+            partial, copies = result + sizes.v_head_dim * wide, sizes.row_bytes(Role.Q)
         else:
-            state, partial = sizes.head_dim * wide, sizes.row_bytes(Role.DQ)
+            result, state = sizes.row_bytes(Role.DQ), sizes.head_dim * wide
+            partial = result
             copies = sizes.row_bytes(Role.Q) + sizes.row_bytes(Role.DOUT) + sizes.v_head_dim * sizes.itemsize
+        num_own = int(layout.num_tokens[rank])
         for uses in _uses_of(steps, Role.Q, own, layout.seq_len):
             weight, copied = uses.weight(sizes), copies if uses.num_rows(own=False) else 0
-            change[uses.steps[0]] += uses.num_rows() * weight * (state + copied)
+            if not uses.is_result(num_own, sizes.q_heads * sizes.batch, sizes):
+                change[uses.steps[0]] += uses.num_bytes(uses.row_bytes(result, state)) * weight
+            change[uses.steps[0]] += uses.num_rows() * weight * copied
+            change[uses.steps[-1] + 1] -= uses.num_rows() * weight * copied
             once += uses.merging(size) * (weight * partial)
         if direction == "backward":
-            _add_key_gradients(change, once, _uses_of(steps, Role.KV, own, layout.seq_len), steps, rank, sizes)
-    return np.cumsum(change[:size]) + once
+            keys = _uses_of(steps, Role.KV, own, layout.seq_len)
+            _add_key_gradients(change, once, keys, steps, rank, sizes, num_own)
+    live = np.cumsum(change[:size]) + once
+    if direction == "backward":  # before the first step: products of the output and its gradient, for their sums
+        products = int(layout.num_slots(rank)) * sizes.batch * sizes.q_heads * sizes.v_head_dim * max(sizes.itemsize, 4)
+        live[0] = max(live[0], sum(piece_bytes(list(kept), sizes)) + products)
+    return live
 
 
 def peak_bytes(
@@ -279,23 +336,25 @@ def _gathered_bytes(
 
 
 def _add_key_gradients(
-    change: Ints, once: Ints, keys: list[Uses], steps: tuple[Step, ...], rank: int, sizes: Sizes
+    change: Ints, once: Ints, keys: list[Uses], steps: tuple[Step, ...], rank: int, sizes: Sizes, num_own: int
 ) -> None:
     """Add dk and dv of each key row, until they are sent to their owner or, for own rows, to the end."""
-    sent = [
-        (n, t.piece) for n, s in enumerate(steps) for t in s.transfers if t.src == rank and t.piece.role is Role.DKV
-    ]
+    moved = [(n, t) for n, step in enumerate(steps) for t in step.transfers if t.piece.role is Role.DKV]
+    sent = [(n, t.piece) for n, t in moved if t.src == rank]
     for uses in keys:
-        once += uses.merging(len(once)) * (uses.weight(sizes) * sizes.row_bytes(Role.KV))
-        weight = uses.weight(sizes) * sizes.row_bytes(Role.DKV)
-        waiting = uses.branching() * weight
-        change[uses.steps[0]] += uses.num_rows(own=True) * weight + waiting
+        weight = uses.weight(sizes)
+        once += uses.merging(len(once)) * (weight * sizes.row_bytes(Role.KV))
+        of_row = uses.row_bytes(sizes.row_bytes(Role.KV), sizes.row_bytes(Role.DKV))
+        waiting = uses.branching() * weight * sizes.row_bytes(Role.DKV)
+        change[uses.steps[0]] += waiting
         change[uses.steps[-1] + 1] -= waiting
-        change[: len(once)] += uses.arriving(len(once)) * weight
+        if moved or not uses.is_result(num_own, sizes.kv_heads * sizes.batch, sizes):
+            change[uses.steps[0]] += uses.num_bytes(of_row, own=True) * weight
+        change[: len(once)] += uses.arriving(len(once), of_row) * weight
         mine = [(number, piece) for number, piece in sent if _key_of(piece) == uses.key]
         rows = _span_rows([piece for _, piece in mine])
         end = np.array([number for number, _ in mine], dtype=np.int64)[rows[:, 2]] + 1
-        np.subtract.at(change, end, uses.num_remote(rows[:, :2]) * weight)
+        np.subtract.at(change, end, uses.remote_bytes(rows[:, :2], of_row) * weight)
 
 
 # -- Launches: what the computes of a step become for a kernel that takes many slices ----------------------------------

@@ -527,14 +527,17 @@ def _h200(machine: Machine) -> Machine:
 H200, H200_FA3, H200_CUDNN, H200_FLEX = map(_h200, (H100, H100_FA3, H100_CUDNN, H100_FLEX))
 
 
-def _card(name: str, about: str, tflops: float, slots: int, bandwidth: float) -> Machine:
-    """Return a card with PCIe 4 and FA2, from its data sheet: TFLOP/s, SMs and bytes per second of memory."""
+def _card(name: str, about: str, tflops: float, slots: int, bandwidth: float, pcie: int = 4) -> Machine:
+    """Return a card with PCIe and FA2, from its data sheet: TFLOP/s with sums in float32, SMs, bytes per second of
+    memory, and the generation of PCIe."""
+    link = 32e9 if pcie == 4 else 64e9
     return replace(
         A100, name=name, flops=tflops * 1e12, slots=slots, copy_bandwidth=_COPIES * bandwidth,
-        links=(Link(8, 32e9 * _WIRE, _LATENCY), Link(1 << 30, 12.5e9 * _WIRE, 2 * _LATENCY)),
-        source=f"8 x {about} per node: {tflops:g} TFLOP/s bf16, {slots} SMs, {bandwidth / 1e12:g} TB/s, PCIe 4 of 32"
-        " GB/s per direction (vendor data sheet), no peer-to-peer link; 100 Gb/s of network per GPU (assumed); FA2 and"
-        " products at an A100's shares of peak, unchecked",
+        links=(Link(8, link * _WIRE, _LATENCY), Link(1 << 30, 12.5e9 * _WIRE, 2 * _LATENCY)),
+        host_bandwidth=25e9 if pcie == 4 else 50e9,
+        source=f"8 x {about} per node: {tflops:g} TFLOP/s bf16, {slots} SMs, {bandwidth / 1e12:g} TB/s, PCIe {pcie} of"
+        f" {link / 1e9:g} GB/s per direction (vendor data sheet), no peer-to-peer link; 100 Gb/s of network per GPU"
+        " (assumed); FA2 and products at an A100's shares of peak, unchecked",
     )  # fmt: skip
 
 
@@ -542,6 +545,7 @@ L40S = _card("l40s", "L40S", 362, 142, 0.864e12)
 RTX4090 = _card("rtx4090", "GeForce RTX 4090", 165.2, 128, 1.008e12)
 A6000 = _card("a6000", "RTX A6000", 154.8, 84, 0.768e12)
 RTX6000ADA = _card("rtx6000ada", "RTX 6000 Ada Generation", 364.2, 142, 0.960e12)
+RTX5090 = _card("rtx5090", "GeForce RTX 5090", 209.5, 170, 1.792e12, pcie=5)
 B200 = replace(
     H100, name="b200", kernel="FA2", flops=2250e12, forward_share=0.183, backward_share=0.15, slots=148,
     slot_seconds=4e-6, copy_bandwidth=_COPIES * 8e12,
@@ -587,12 +591,13 @@ MACHINES = {
     machine.name: machine
     for machine in (
         H100, H100_FA3, H100_CUDNN, H100_FLEX, H200, H200_FA3, H200_CUDNN, H200_FLEX, A100, A100_FLEX,
-        B200, B200_FA4, B200_CUDNN, B200_FLEX, L40S, RTX4090, A6000, RTX6000ADA, CPU,
+        B200, B200_FA4, B200_CUDNN, B200_FLEX, L40S, RTX4090, A6000, RTX6000ADA, RTX5090, CPU,
     )
 }  # fmt: skip
 
 GPU_MEMORY = {
     "h100": 80, "h200": 141, "a100": 80, "b200": 180, "l40s": 45, "rtx4090": 24, "a6000": 48, "rtx6000ada": 48,
+    "rtx5090": 32,
 }  # fmt: skip
 """GB of memory of each GPU, as sold; an L40S has 48, of which its ECC leaves 45. An A100 may have 40."""
 

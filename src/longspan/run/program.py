@@ -73,6 +73,8 @@ class RankProgram:
     result_cuts: list[Cut] = field(init=False)
     inputs: dict[int, list[Cut]] = field(init=False)
     """Inputs of launches and functions, by the item's id."""
+    releases: frozenset[int] = field(init=False)
+    """Launches, by id, before which messages are freed: all of their rows were copied, earlier in the step."""
 
     def __post_init__(self) -> None:
         uses: list[tuple[int, list[Buffer]]] = []
@@ -91,6 +93,15 @@ class RankProgram:
         for buffer, where in last.items():
             if buffer.root not in kept:
                 self.last_use[where] = (*self.last_use.get(where, ()), buffer.number)
+        releases: list[int] = []
+        for step in self.steps:
+            is_freed = False
+            for item in step.work:
+                if isinstance(item, Launched) and is_freed:
+                    releases.append(id(item))
+                    is_freed = False
+                is_freed |= any(self.buffers[number].is_message for number in self.last_use.get(id(item), ()))
+        self.releases = frozenset(releases)
         self.result_cuts = [_cut(rows) for rows in self.results]
         self.inputs = {
             id(item): [_cut(rows) for rows in (item.inputs if isinstance(item, Launched) else item.sources)]
@@ -166,6 +177,8 @@ class RankProgram:
                     tensor = memory.tensors[number]
                     tensors.append(memory.cut(number, parts) if parts or tensor is None else tensor)
                 if isinstance(item, Launched):
+                    if id(item) in self.releases:
+                        memory.messages.release()
                     launches[id(item)] = attend(item, tensors)
                 else:
                     memory.tensors[item.result.number] = item.function(*tensors)

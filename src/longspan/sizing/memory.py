@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from longspan.errors import PlanError
 from longspan.planning.steps import ITEMSIZE
-from longspan.sizing.modules import WIDE, Block, Heads, LayerSizes, ModelSizes
+from longspan.sizing.modules import WIDE, Heads, LayerSizes, ModelSizes, ModuleSizes
 
 RESERVE = 3 << 30
 """Bytes for CUDA itself, NCCL's buffers and gaps between tensors. An assumption, not a measurement."""
@@ -50,7 +50,8 @@ class Recipe:
     offload: bool = False
     """The inputs of layers are kept on the host."""
     mlp_chunks: int = 1
-    """MLPs run over this many chunks of tokens, one after the other, each recomputed in backward."""
+    """MLPs and norms run over this many chunks of tokens, one after the other, each recomputed in backward, as
+    `training.tile` does."""
     logits: bool = False
     """The logits of all tokens are in memory at once."""
     dtype: str = "bfloat16"
@@ -93,7 +94,7 @@ class Recipe:
     @property
     def words(self) -> str:
         """The options that are on, as text."""
-        chunks = f"MLP in {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
+        chunks = f"tiled in {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         first = "checkpointing" if self.checkpointing else "no checkpointing"
         lora = f"LoRA of rank {self.lora}" if self.lora else ""
         others = (
@@ -108,9 +109,11 @@ class AttentionBytes:
     """Memory of one attention while it runs, in addition to its own tensors."""
 
     peak: int
-    """Remote keys and values, messages, and sums in float32."""
+    """Remote keys and values, messages, and sums in float32, in the step of backward that needs most."""
     workspace: int | None
-    """Bytes that its kernel allocates inside; None if not known."""
+    """Bytes that its kernel allocates inside, in that step; None if not known."""
+    forward: int = 0
+    """`peak` of forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ def step_memory(step: TrainingStep) -> StepMemory:
         kept = MemoryLine("inputs of layers", 2 * rows, f"2 of {len(layers)} in transit; the rest on the host")
     else:
         kept = MemoryLine("inputs of layers", len(layers) * rows, f"{len(layers)} layers, checkpointed")
-    last = step.tokens * sizes.last.kept_bytes(itemsize, recipe.lora)
+    last = _kept(step, sizes.last)
     last_rows = MemoryLine("last hidden states", last + rows, "with what the last norm keeps")
 
     # The layer whose backward needs most, and what FSDP gathers and reduces around one layer.
@@ -280,17 +283,28 @@ def _input_bytes(step: TrainingStep) -> int:
     return step.tokens * step.sizes.hidden * step.recipe.itemsize
 
 
-def _block_kept(step: TrainingStep, block: Block) -> int:
-    """Return the bytes that a block keeps; for an MLP in chunks those of the inputs and of one chunk."""
-    size, recipe = block.kept_bytes(step.recipe.itemsize, step.recipe.lora), step.recipe
-    if block.kind not in ("mlp", "experts") or recipe.mlp_chunks == 1:
-        return step.tokens * size
-    rows = -(-step.tokens // recipe.mlp_chunks)
-    return rows * size + (step.tokens - rows) * step.sizes.hidden * recipe.itemsize
+def _kept(step: TrainingStep, module: ModuleSizes, *, in_chunks: bool = False, inputs: int | None = None) -> int:
+    """Return the bytes that a module keeps; in chunks, those of one chunk, and of its inputs (numbers of a token)."""
+    size, recipe = module.kept_bytes(step.recipe.itemsize, step.recipe.lora), step.recipe
+    rows = step.tokens
+    if recipe.mlp_chunks > 1 and (module.tiled or in_chunks):
+        rows = -(-rows // recipe.mlp_chunks)
+    inputs = module.tiled if inputs is None else inputs
+    return rows * size + (step.tokens - rows) * inputs * recipe.itemsize
 
 
-def _layer_kept(step: TrainingStep, layer: LayerSizes) -> int:
-    return sum(_block_kept(step, block) for block in layer.blocks)
+def _layer_kept(step: TrainingStep, layer: LayerSizes, num_blocks: int | None = None) -> int:
+    """Return the bytes that the blocks of a layer, or the first of them, keep."""
+    size = 0
+    for number, block in enumerate(layer.blocks[:num_blocks]):
+        in_chunks = block.kind in ("mlp", "experts")
+        for place, module in enumerate(block.modules):
+            # The input of the first norm is the layer's, and an MLP in chunks keeps its own once.
+            is_first = number == place == 0 or (in_chunks and not module.tiled)
+            size += _kept(step, module, in_chunks=in_chunks, inputs=0 if is_first else None)
+        if in_chunks and step.recipe.mlp_chunks > 1:
+            size += (step.tokens - -(-step.tokens // step.recipe.mlp_chunks)) * step.sizes.hidden * step.recipe.itemsize
+    return size
 
 
 def _backward(step: TrainingStep, layer: LayerSizes) -> tuple[MemoryLine, ...]:
@@ -305,19 +319,27 @@ def _backward(step: TrainingStep, layer: LayerSizes) -> tuple[MemoryLine, ...]:
 def _backward_of_blocks(step: TrainingStep, layer: LayerSizes) -> Iterator[tuple[MemoryLine, ...]]:
     recipe = step.recipe
     for number, block in enumerate(layer.blocks):
-        kept = sum(_block_kept(step, one) for one in layer.blocks[: number + 1])
-        rows = step.tokens
-        if block.kind in ("mlp", "experts"):
-            rows = -(-rows // recipe.mlp_chunks)
-        working = rows * block.working * recipe.itemsize + 2 * _input_bytes(step)
-        lines = [MemoryLine("gradients of rows", working, f"backward of {block.kind}")]
+        kept = _layer_kept(step, layer, number + 1)
+        rows, inputs = step.tokens, 2
+        if block.kind in ("mlp", "experts") and recipe.mlp_chunks > 1:
+            rows, inputs = -(-rows // recipe.mlp_chunks), 3  # gradients of chunks are joined
+        working = rows * block.working * recipe.itemsize + inputs * _input_bytes(step)
+        again: tuple[MemoryLine, ...] = ()
         if recipe.checkpointing:
-            lines.insert(0, MemoryLine("one layer", kept, f"recomputed: {kept / step.tokens:,.0f} bytes a token"))
-        if block.heads is not None:
-            attention = step.attentions[block.heads]
-            why = "what attention's kernel allocates, from the plan"
-            if attention.workspace is None:
-                why = "not known of this kernel"
-            lines.append(MemoryLine("remote K/V", attention.peak, "with messages and float32 sums, from the plan"))
-            lines.append(MemoryLine("inside kernels", attention.workspace or 0, why))
-        yield tuple(lines)
+            again = (MemoryLine("one layer", kept, f"recomputed: {kept / step.tokens:,.0f} bytes a token"),)
+        rows = MemoryLine("gradients of rows", working, f"backward of {block.kind}")
+        if block.heads is None:
+            yield *again, rows
+            continue
+        attention = step.attentions[block.heads]
+        why, of_plan = (
+            "what attention's kernel allocates, from the plan",
+            "with messages and float32 sums, from the plan",
+        )
+        if attention.workspace is None:
+            why = "not known of this kernel"
+        inside = MemoryLine("inside kernels", attention.workspace or 0, why)
+        yield *again, rows, MemoryLine("remote K/V", attention.peak, of_plan), inside
+        # While the layer is recomputed, only the gradient of its output exists.
+        rows = MemoryLine("gradients of rows", _input_bytes(step), f"forward of {block.kind}, again")
+        yield *again, rows, MemoryLine("remote K/V", attention.forward, of_plan)

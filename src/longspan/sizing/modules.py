@@ -47,6 +47,9 @@ class ModuleSizes:
     """Of what is kept, what only the gradient of its own weight needs; of a linear layer, its adapter needs it too."""
     for_weight_wide: int = 0
     """The same in float32."""
+    tiled: int = 0
+    """Numbers of its input, which is all that it keeps of a token where `training.tile` runs it over a few tokens at a
+    time; 0: it is not tiled by itself."""
 
     def kept_bytes(self, itemsize: int, lora: int = 0) -> int:
         """Return the bytes of one token that are kept; with `lora`, where weights are frozen beside adapters of this
@@ -183,10 +186,10 @@ def norm(name: str, features: int, groups: int = 1, *, style: str = "rms") -> Mo
     model's dtype, "wide" (Gemma, OLMo 2, gpt-oss) in float32, "plain" is a LayerNorm without weights."""
     size = features * groups
     if style == "plain":
-        return ModuleSizes(name, 0, 0, size + 2 * groups)
+        return ModuleSizes(name, 0, 0, size + 2 * groups, tiled=size)
     if style == "wide":
-        return ModuleSizes(name, features, 0, 2 * size + groups, for_weight_wide=size)
-    return ModuleSizes(name, features, size, size + groups, for_weight=size)
+        return ModuleSizes(name, features, 0, 2 * size + groups, for_weight_wide=size, tiled=size)
+    return ModuleSizes(name, features, size, size + groups, for_weight=size, tiled=size)
 
 
 def core(heads: Heads, *, values: int | None = None) -> ModuleSizes:
@@ -195,7 +198,8 @@ def core(heads: Heads, *, values: int | None = None) -> ModuleSizes:
     q, k = heads.q_heads * heads.head_dim, heads.kv_heads * heads.head_dim
     v = heads.kv_heads * heads.v_head_dim if values is None else values
     out = heads.q_heads * heads.v_head_dim
-    return ModuleSizes("attention", 0, q + k + v + out, heads.q_heads, working=q + k + v + out)
+    # In backward, gradients of q, k and v: that of the output takes the place of the next projection's input.
+    return ModuleSizes("attention", 0, q + k + v + out, heads.q_heads, working=q + k + v)
 
 
 def gated_mlp(hidden: int, inner: int, *, bias: bool = False, keeps: bool = True) -> tuple[ModuleSizes, ...]:
@@ -410,7 +414,7 @@ def mamba2(hidden: int, sizes: MambaSizes, norms: tuple[ModuleSizes, ...]) -> Bl
     channels = inner + 2 * sizes.groups * sizes.state
     projected = inner + channels + sizes.heads
     gate = (
-        ModuleSizes("gated norm", inner, inner, 2 * inner + 1, 2 * inner)
+        ModuleSizes("gated norm", inner, inner, 2 * inner + 1, 2 * inner, working=6 * inner)  # three rows in float32
         if sizes.gated_norm
         else ModuleSizes("gate", 0, 2 * inner)
     )

@@ -1,8 +1,9 @@
 """Recommend configurations of a training step: search, keep what fits, and order by predicted time per token.
 
 Searched are all meshes of data x context parallel that use every GPU, the kernels that `kernel="auto"` may run there,
-the scheme that "auto" chooses beside a ring and an all-to-all, checkpointing, offload of layer inputs, MLPs in chunks,
-and shards with their optimizer on the host. The time of the last is a lower bound, so it comes after all others.
+the scheme that "auto" chooses beside a ring, an all-to-all and an exchange in stages, checkpointing, offload of layer
+inputs, MLPs and norms in chunks, and shards with their optimizer on the host. The time of the last is a lower bound, so
+it comes after all others.
 
 Not searched: tensor, pipeline and expert parallelism, of which memory and time are not modelled, and what changes
 results: adapters, dtypes, and the length of the sequence. They are proposed where nothing fits.
@@ -59,6 +60,9 @@ NUMBER = 3
 DIFFERENCE = 0.01
 """Of two configurations, the slower one is listed only if it needs at least this share less memory."""
 SCHEMES = ("auto", "ring", "all_to_all")
+MAX_STAGED_RANKS = 32
+"""Ranks up to which an exchange in stages is tried, where all GPUs share a sequence: its stages, and the time to plan
+them, grow with the ranks."""
 MAX_GPUS, MAX_NODES = 1024, 16
 """The search for GPUs on which a step fits tries powers of two up to this, and this many whole nodes."""
 LORA = 16
@@ -85,6 +89,8 @@ class Request:
     """The only scheme to use."""
     keep: bool = False
     fetch_bytes: int | None = None
+    """The only limit of remote K/V to use, as in `longspan.plan`. By default an exchange is also tried whose limit is
+    the size of a rank's own K/V."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus > 1 << 16:
@@ -134,22 +140,28 @@ class Request:
     def planned(self, ranks: int) -> Iterator[Planned]:
         """Yield the plans of all schemes and kernels for sequences over this many ranks, each once."""
         layout = layouts.balanced(widest(self.sizes, self.planned_mask), world_size=ranks, seq_len=self.seq_len)
+        tokens, itemsize = -(-self.seq_len // ranks) * self.batch, self.recipe.itemsize
+        own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in self.sizes.attentions), default=0)
+        schemes = [(scheme, self.fetch_bytes) for scheme in (SCHEMES if self.scheme is None else (self.scheme,))]
+        if self.scheme is None and self.fetch_bytes is None and own and 1 < ranks == self.gpus <= MAX_STAGED_RANKS:
+            schemes.append(("exchange", tokens * own * itemsize))
         for machine in self.machines:
             seen: set[tuple[str, ...]] = set()
-            for scheme in SCHEMES if self.scheme is None else (self.scheme,):
+            for scheme, limit in schemes:
                 if scheme != "auto" and (ranks == 1 or not self.sizes.attentions) and seen:
                     continue
                 if scheme == "all_to_all" and any(ranks > heads.q_heads for heads in self.sizes.attentions):
                     continue
-                options = PlanOptions(scheme, machine, self.keep, self.fetch_bytes, self.batch, self.recipe.dtype)
+                options = PlanOptions(scheme, machine, self.keep, limit, self.batch, self.recipe.dtype)
                 try:
                     plans = attention_plans(self.sizes, self.planned_mask, layout, options)
                 except LongspanError:  # the named scheme does not take this many ranks
                     continue
-                names = tuple(one.scheme.name for one in plans.values())
+                stages = max((one.scheme.problem.num_stages for one in plans.values()), default=1)
+                names = (*(one.scheme.name for one in plans.values()), *("in stages",) * (stages > 1))
                 if names not in seen:
                     seen.add(names)
-                    yield Planned(self, layout, machine, plans)
+                    yield Planned(self, layout, machine, plans, limit if stages > 1 else self.fetch_bytes)
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ class Planned:
     layout: Layout
     machine: Machine
     plans: dict[Heads, Plan]
+    fetch_bytes: int | None = None
 
     def with_recipe(self, recipe: Recipe) -> Configuration:
         """Return the configuration with this recipe."""
@@ -174,7 +187,9 @@ class Planned:
         schemes = tuple(one.scheme.name for one in self.plans.values())
         is_known = all(one.chosen.workspace_bytes is not None for one in self.plans.values())
         memory = step_memory(step)
-        return Configuration(self.machine, data_parallel, ranks, schemes, recipe, memory, time, cost, is_known)
+        return Configuration(
+            self.machine, data_parallel, ranks, schemes, recipe, memory, time, cost, is_known, self.fetch_bytes
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,8 @@ class Configuration:
     cost: StepCost
     memory_known: bool = True
     """Whether the memory that the kernel allocates is known, and counted."""
+    fetch_bytes: int | None = None
+    """Limit of remote K/V, as in `longspan.plan`."""
 
     @property
     def seconds_per_token(self) -> float:

@@ -176,7 +176,11 @@ def _layer(
         times = AttentionSeconds(0.0, 0.0, 0.0) if block.heads is None else seconds[block.heads]
         products, between = flop / rate, KEPT_FORWARD * moved / machine.copy_bandwidth
         one = _Parts(times.forward, products, between)
-        again = step.recipe.checkpointing + (step.recipe.mlp_chunks > 1 and block.kind in ("mlp", "experts"))
+        in_chunks = step.recipe.mlp_chunks > 1
+        again = step.recipe.checkpointing + (in_chunks and block.kind in ("mlp", "experts"))
+        if in_chunks and block.kind not in ("mlp", "experts"):  # its norms run once more
+            norms = sum(module.kept_bytes(step.recipe.itemsize, lora) for module in block.modules if module.tiled)
+            backward += _Parts(between=KEPT_FORWARD * step.tokens * norms / machine.copy_bandwidth)
         forward += one
         backward += _Parts(times.backward, 2 * products - frozen / rate, KEPT_BACKWARD / KEPT_FORWARD * between)
         backward += one.times(again)
@@ -254,7 +258,9 @@ def training_step(
     attentions: dict[Heads, AttentionBytes] = {}
     for heads, one in plans.items():
         chosen = one.chosen
-        attentions[heads] = AttentionBytes(chosen.peak_bytes, chosen.workspace_bytes)
+        peak, inside = chosen.backward_peak
+        workspace = None if chosen.workspace_bytes is None else inside
+        attentions[heads] = AttentionBytes(peak, workspace, chosen.forward_peak_bytes)
     slots = layout.local_len or int(layout.num_tokens.max())
     return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, attentions, recipe)
 
@@ -268,9 +274,9 @@ def recipes(given: Recipe) -> list[Recipe]:
     no checkpointing, whole logits
     no checkpointing
     checkpointing
-    checkpointing, MLP in 8 chunks
+    checkpointing, tiled in 8 chunks
     checkpointing, offload
-    checkpointing, offload, MLP in 8 chunks
+    checkpointing, offload, tiled in 8 chunks
     """
     plain = replace(given, checkpointing=False, offload=False, mlp_chunks=1, logits=True)
     without = replace(plain, logits=False)
