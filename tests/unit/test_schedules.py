@@ -21,6 +21,7 @@ NUM_PLANS = 2000
 NUM_CHUNKS = 20
 SIZES = Sizes(8, 2, 64, 64, 2)
 SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2)", "hybrid(2,exchange)", "hybrid(2,all_gather)")
+SCHEMES += ("staged", "hybrid(2,staged)")
 
 
 def made(name, mask, layout, sizes=SIZES, **options):
