@@ -7,7 +7,6 @@ pass the test that is usual in the field.
 
 import dataclasses
 import math
-import sys
 from functools import partial
 
 import numpy as np
@@ -769,18 +768,6 @@ def early_messages_lost(patch):
         return message.zero_() if exchange.due > exchange.step else message
 
     messages(patch, change)
-
-
-@mutant
-def early_messages_a_step_late(patch):
-    """What starts early is taken a step after the one that waits for it."""
-    original = walk.MessageBatch
-
-    def late(due, *parts):
-        walk_step = sys._getframe(1).f_locals["number"]
-        return original(due + (due > walk_step), *parts)
-
-    patch.setattr(walk, "MessageBatch", late)
 
 
 # -- steps, rows and kept pieces ---------------------------------------------------------------------------------------

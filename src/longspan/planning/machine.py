@@ -338,8 +338,8 @@ def kernel_work(
 
 
 Messages = tuple[Ints, Ints, Ints | Floats, NDArray[np.bool_]]
-"""The step, the step at whose end it has arrived, the bytes, and whether the rows are added to the target's own, of each
-message."""
+"""The step, the step at whose end it has arrived, the bytes, and whether the rows are added to the target's own, of
+each message."""
 
 
 def message_work(sent: Messages, got: Messages, num: int, machine: Machine) -> Floats:

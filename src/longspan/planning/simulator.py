@@ -2,10 +2,10 @@
 
 A rank enters a step, packs and offers its messages, computes, and unpacks and leaves when its computes are done and the
 messages that are due have arrived. A message starts when both ends offer it, and waits for both ports of its link
-level; anything may delay it. Messages that a rank starts in one step and that are due in one step are a batch; it offers
-a batch when all messages of its batch before are done, as NCCL runs batches. If a host queues work for its device, no
-step is left before all of it was queued (see `machine`). There is no other coupling between ranks, so a schedule that
-finishes here under every delay cannot deadlock.
+level; anything may delay it. Messages that a rank starts in one step and that are due in one step are a batch; it
+offers a batch when all messages of its batch before are done, as NCCL runs batches. If a host queues work for its
+device, no step is left before all of it was queued (see `machine`). There is no other coupling between ranks, so a
+schedule that finishes here under every delay cannot deadlock.
 
 In a scan the messages of a step carry the results of its folds, so they are offered when these are done.
 """
@@ -48,7 +48,7 @@ class Batch:
 
     step: int
     due: int
-    messages: dict[tuple[int, int], int] = field(default_factory=dict)
+    messages: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     left: int = 0
     """Messages that are not done."""
     is_packed: bool = False
@@ -173,8 +173,10 @@ class _Simulation:
 
     def _offer(self, rank: int, now: float) -> None:
         """Offer the rank's first batch, if it is packed."""
-        batch = self.batches[rank][0] if self.batches[rank] else None
-        for (src, dst), size in batch.messages.items() if batch is not None and batch.is_packed else ():
+        if not self.batches[rank] or not self.batches[rank][0].is_packed:
+            return
+        batch = self.batches[rank][0]
+        for (src, dst), size in batch.messages.items():
             key = (batch.step, src, dst, batch.due)
             if key in self.offered:
                 self._send(key, size, ((rank, batch), self.offered.pop(key)), now)

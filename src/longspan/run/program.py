@@ -134,6 +134,7 @@ class RankProgram:
                 if step.unaligned:
                     copy_unaligned_back(memory, step.unaligned)
             started: list[Exchange] = []
+            sends: dict[int, Tensor] = {}
             for batch in step.batches:
                 sends = {} if batch.sends is None else batch.sends.slices(memory.get(batch.sends.buffer))
                 into: dict[int, Tensor] = {}
