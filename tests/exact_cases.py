@@ -33,6 +33,7 @@ LONGEST = {
 WORLDS, SHARES = tuple(LONGEST), (0.12, 0.22, 0.22, 0.2, 0.14, 0.1)
 MANY = 16  # spans in a layout; nine in ten of those with more, whose time goes into bookkeeping, become contiguous
 SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid", "hybrid_exchange", "hybrid_all_gather")
+SCHEMES += ("staged", "hybrid_staged")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

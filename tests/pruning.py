@@ -34,7 +34,7 @@ def prune(schedule: Schedule) -> Schedule:
         for t in by_step.get(number, []):
             piece = t.piece if t.piece.role is Role.OUT else _used(t, live, board)
             moved.append(piece)
-            pruned[number, t] = None if piece is None else Transfer(t.src, t.dst, piece, t.until, t.recall)
+            pruned[number, t] = None if piece is None else replace(t, piece=piece)
         for t, piece in zip(by_step.get(number, []), moved, strict=True):
             if piece is not None and piece.role is not Role.OUT:
                 _mark(live, t.src, piece, board)

@@ -19,7 +19,7 @@ from tests.device import forms
 from tests.gloo.gloo_work import make_case
 from tests.spread_cases import FORMS, asked, problem
 
-SCHEMES = {2: ("ring", "all_gather", "exchange", "all_to_all"), 4: ("hybrid(2,ring)", "hybrid(2,exchange)")}
+SCHEMES = {2: ("ring", "all_gather", "exchange", "staged", "all_to_all"), 4: ("hybrid(2,ring)", "hybrid(2,exchange)")}
 SCANS = [form for form in FORMS if not form.startswith("own")]  # those make CPU tensors themselves
 EXTRAS = ("plain", "sinks", "softcap", "alibi", "bias", "relative_bias", "score_mod", "dropout", "mask_function", "all")
 

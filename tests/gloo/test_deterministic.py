@@ -63,7 +63,7 @@ def different(a, b):
 @pytest.mark.share(3)
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["ring", "exchange", "hybrid(2,ring)"])
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "staged", "hybrid(2,ring)"])
 def test_arrival_orders_change_nothing(scheme, dtype, kernel):
     expected = run(MASKS["packed"], 4, scheme, dtype, kernel, "zigzag")
     for seed in range(20):

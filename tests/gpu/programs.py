@@ -42,7 +42,8 @@ def drive(program: Program[Any], *, zeros: bool = True) -> Any:
             assert exchange is not None
             next(program)
             arrived = dict(exchange.into)
-            for message in arrived.values() if zeros and exchange.device.type != "meta" else ():
+            messages = [message for each in (exchange, *exchange.later) for message in each.into.values()]
+            for message in messages if zeros and exchange.device.type != "meta" else ():
                 message.zero_()
     except StopIteration as stop:
         return stop.value

@@ -765,6 +765,16 @@ def message_from_the_wrong_rank(patch):
     messages(patch, change)
 
 
+@mutant
+def early_messages_lost(patch):
+    """What arrives later than in its own step is zeros."""
+
+    def change(self, message, now, src, dst, exchange):
+        return message.zero_() if exchange.due > exchange.step else message
+
+    messages(patch, change)
+
+
 # -- steps, rows and kept pieces ---------------------------------------------------------------------------------------
 
 
@@ -877,6 +887,7 @@ PROBLEMS = [  # mask, layout, scheme, dtype, options
     (masks.full(S), layouts.striped(S, WORLD, stripe=3), "hybrid(2)", torch.float64, {"v_head_dim": 5}),
     (HOLES | masks.global_prefix(2), RAGGED, "hybrid(2,exchange)", torch.float64, {}),
     (masks.causal(S), layouts.contiguous(S, WORLD), "exchange", torch.float64, {"fetch_bytes": 16 * 2 * 2 * 16 * 8}),
+    (masks.causal(S), layouts.zigzag(S, WORLD), "staged", torch.float64, {}),
     (DOCUMENTS, layouts.striped(S, WORLD, stripe=6), "all_gather", torch.float64, {"v_head_dim": 11}),
     (masks.causal(S), layouts.zigzag(S, WORLD), "ring", torch.bfloat16, {}),
     (FEW_ROWS, MANY_SPANS, "ring", torch.bfloat16, {}),

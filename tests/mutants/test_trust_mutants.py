@@ -245,7 +245,7 @@ def the_neighbour_is_blamed(patch):
 
     def culprit(self, number):
         found, rank = original(self, number), self.ranks[number]
-        missing = [src for src in rank.exchange.receives if not rank.queues.get(src)]
+        missing = [src for src, _ in rank.missing()]
         return dataclasses.replace(found, rank=missing[0]) if missing else found
 
     patch.setattr(waits.Graph, "culprit", culprit)

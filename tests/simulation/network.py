@@ -46,6 +46,8 @@ class Rank:
     step: int = -1
     """The last step whose messages it started."""
     exchange: Exchange | None = None
+    flying: list[Exchange] = field(default_factory=list)
+    """All exchanges whose messages were not taken, in the order in which they began."""
     queues: dict[int, deque[Tensor]] = field(default_factory=dict)
     """What has arrived and was not taken, by source, in order."""
     order: list[int] = field(default_factory=list)
@@ -56,6 +58,30 @@ class Rank:
     result: Any = None
     error: BaseException | None = None
     ended: float | None = None
+
+    def due(self) -> list[Exchange]:
+        """The exchanges that this step waits for."""
+        return [exchange for exchange in self.flying if exchange.due == self.step]
+
+    def missing(self) -> list[tuple[int, int]]:
+        """(source, step) of messages that this step waits for and that are not there."""
+        return [
+            (src, exchange.step)
+            for exchange in self.due()
+            for src in exchange.receives
+            if len(self.queues.get(src, ())) <= self._place(exchange, src)
+        ]
+
+    def taken(self, exchange: Exchange, src: int) -> Tensor:
+        """Takes a message out of the queue of its source, in which they are in the order in which they began."""
+        place = self._place(exchange, src)
+        message = self.queues[src][place]
+        del self.queues[src][place]
+        return message
+
+    def _place(self, exchange: Exchange, src: int) -> int:
+        before = self.flying[: next(n for n, other in enumerate(self.flying) if other is exchange)]
+        return sum(src in other.receives for other in before)
 
 
 class Network:
@@ -122,10 +148,11 @@ class Network:
             return self._fail(rank, error)
         assert exchange is not None, "a program starts one exchange at a time"
         rank.exchange, rank.order = exchange, []
+        rank.flying += [exchange, *exchange.later]
         killed = self._faults("kill", rank.number, exchange.step)
-        messages = list(exchange.sends.items())
-        for dst, message in messages[: len(messages) // 2] if killed else messages:  # it dies while it sends
-            self._send(rank, dst, message)
+        messages = [(each, *item) for each in (exchange, *exchange.later) for item in each.sends.items()]
+        for each, dst, message in messages[: len(messages) // 2] if killed else messages:  # it dies while it sends
+            self._send(rank, each, dst, message)
         rank.step = exchange.step
         if killed:
             rank.state, rank.since = State.DEAD, self.now
@@ -156,15 +183,21 @@ class Network:
         """Goes on if all messages of the step are there."""
         exchange = rank.exchange
         assert exchange is not None
-        if not all(rank.queues.get(src) for src in exchange.receives):
+        if rank.missing():
             return None
         first = [src for src in dict.fromkeys(rank.order) if src in exchange.receives]
         sources = first + [src for src in exchange.receives if src not in first]  # early ones of the step before
         try:
-            arrived = {src: self._opened(exchange, src, rank) for src in sources}
+            arrived: dict[int, Tensor] = {}
+            for each in rank.due():
+                wanted = sources if each is exchange else each.receives
+                arrived = {src: self._opened(each, src, rank) for src in wanted}
+                rank.flying = [other for other in rank.flying if other is not each]
+                for src, message in arrived.items() if each is not exchange else ():
+                    each.into[src].copy_(message)
         except RankError as error:
             return self._fail(rank, error)
-        return self._go_on(rank, arrived)
+        return self._go_on(rank, arrived)  # of the last of them, which is this step's
 
     def _fail(self, rank: Rank, error: BaseException) -> None:
         rank.state, rank.error, rank.ended = State.FAILED, error, self.now
@@ -181,9 +214,7 @@ class Network:
         pieces = agreement.checksum_pieces(exchange.pieces.get((src, dst), []))
         return Header(bytes.fromhex(plan[:16]), call, -1, way, exchange.step, src, dst, pieces, size, self.dtype)
 
-    def _send(self, rank: Rank, dst: int, message: Tensor) -> None:
-        exchange = rank.exchange
-        assert exchange is not None
+    def _send(self, rank: Rank, exchange: Exchange, dst: int, message: Tensor) -> None:
         message = message.clone()
         if self.checked:
             message = agreement.add_header(
@@ -212,7 +243,7 @@ class Network:
 
     def _opened(self, exchange: Exchange, src: int, rank: Rank) -> Tensor:
         """The next message of a source, in a buffer of the size that was expected: a short one leaves zeros."""
-        found = rank.queues[src].popleft()
+        found = rank.taken(exchange, src)
         size = exchange.receives[src] + (agreement.HEADER_SIZE if self.checked else 0)
         where = f"rank {rank.number}, {self.direction} step {exchange.step}: "
         if found.numel() > size:

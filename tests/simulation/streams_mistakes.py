@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from longspan.run import transports
 from longspan.run.transports import Buffers
+from longspan.run.walk import PlanWalk
 from tests.simulation.streams import DeadlockError, Event, HostCopyError, HostWaitError
 from tests.simulation.streams_cases import AHEAD, case_of, on_gpus, same
 from tests.simulation.streams_group import SimulatedNccl
@@ -23,6 +24,8 @@ ANY = ("ring", "exchange", "all_gather", "all_to_all")
 MANY = ("all_gather", "all_to_all")
 """With several sources in a step."""
 OVERLAPPING = ("ring", "exchange", "all_gather")
+EARLY = ("staged",)
+"""With messages that start a step before the step that waits for them."""
 """Which compute while messages travel."""
 
 
@@ -78,6 +81,10 @@ def in_start(old, new):
     return ((transports.ProcessGroup, "_start", old, new),)
 
 
+def in_wait_due(old, new):
+    return ((transports.ProcessGroup, "_wait_due", old, new),)
+
+
 WAIT, SEND, START = "self.running.wait(works)", "exchange = program.send(arrived)", "self._start(exchange)"
 ON_SIDE = "with dist.simulation.on(dist.simulation.gpu.side): "
 EACH = "for n in sorted(lists)"
@@ -123,6 +130,23 @@ MISTAKES = {
     "a wait on a stream that is not the current one": Mistake("wrong", in_run(WAIT, ON_SIDE + WAIT)),
     "a wait for the first of several works": Mistake(
         "wrong", in_run(WAIT, "self.running.wait(works[:1])"), schemes=MANY, set={"MAX_BATCH": 2}
+    ),
+    "no wait for messages that started early": Mistake("wrong", in_wait_due(WAIT, "pass"), schemes=EARLY),
+    "a wait for early messages a step too late": Mistake(
+        "wrong",
+        ((PlanWalk, "program", "MessageBatch(number + early, ", "MessageBatch(number + early + (early > 0), "),),
+        schemes=EARLY,
+    ),
+    "early messages are unpacked a step too soon": Mistake(
+        "wrong",
+        ((PlanWalk, "program", "arriving.setdefault(number + early, [])", "arriving.setdefault(number, [])"),),
+        schemes=EARLY,
+    ),
+    "send buffers of early messages are freed before they were sent": Mistake(
+        "wrong",
+        (*in_run("(later, *self._start(later))", "(later, *self._start(later), later.sends.clear())[:3]"), NOT_HELD),
+        records=False,
+        schemes=EARLY,
     ),
     "messages do not wait for what packs them": Mistake("wrong", nccl=NoSync),
     "messages wait for an event that is too early": Mistake("wrong", nccl=StaleSync),

@@ -96,8 +96,8 @@ def case_of(group, number):
     sizes = Sizes(q_heads, kv_heads, 2, int(rng.choice((1, 2))), 4, int(rng.choice((1, 1, 2))))
     mask = random_mask(rng, str(rng.choice(KINDS)), tokens, sizes)
     layout = random_layout(rng, str(rng.choice(LAYOUTS)), mask, tokens, world)
-    hybrids = [f"hybrid({n},{p})" for n in range(2, world) if world % n == 0 for p in ("ring", "exchange")]
-    names = ["ring", "exchange", "all_gather", "all_to_all", *hybrids]
+    hybrids = [f"hybrid({n},{p})" for n in range(2, world) if world % n == 0 for p in ("ring", "staged", "exchange")]
+    names = ["ring", "exchange", "staged", "all_gather", "all_to_all", *hybrids]
     if group == "widest":
         names = ["exchange", "all_to_all", *hybrids[-2:]]  # 64 steps of 64 ranks are a minute's work
     name = str(rng.choice(names))

@@ -82,11 +82,7 @@ class Graph:
         seen, todo, found = {number}, [number], list[Culprit]()
         while todo:
             rank = self.ranks[todo.pop()]
-            assert rank.exchange is not None
-            step = rank.exchange.step
-            for src in rank.exchange.receives:
-                if rank.queues.get(src):
-                    continue
+            for src, step in rank.missing():
                 other = self.ranks[src]
                 if self.flying.get((src, rank.number)):
                     found.append(self._culprit(src, State.RUNNING, step, rank.number))

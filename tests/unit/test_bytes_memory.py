@@ -34,6 +34,8 @@ SCHEMES = (
     "hybrid(2,ring)",
     "hybrid(2,exchange)",
     "hybrid(2,all_gather)",
+    "staged",
+    "hybrid(2,staged)",
 )
 DTYPES = ("float32", "bfloat16", "float64")
 NODES = replace(CPU, links=(Link(2, 2.25e9, 110e-6), *CPU.links))

@@ -45,14 +45,15 @@ def worst_difference(workload, name):
     worst = 0.0
     for (compute, ops, sent), schedule in zip(found, (forward, backward(forward, keep=workload.keep)), strict=True):
         messages = {}
-        for step, src, dst, num_bytes, added in sent[:, sent[3] > 0].T.tolist():
-            total, is_added = messages.get((step, src, dst), (0, False))
-            messages[step, src, dst] = total + num_bytes, is_added or bool(added)
+        for step, src, dst, num_bytes, added, due in sent[:, sent[3] > 0].T.tolist():
+            total, is_added = messages.get((step, due, src, dst), (0, False))
+            messages[step, due, src, dst] = total + num_bytes, is_added or bool(added)
         expected = {}
         for step, t in schedule.transfers():
-            total, is_added = expected.get((step, t.src, t.dst), (0, False))
+            key = step, step + t.early, t.src, t.dst
+            total, is_added = expected.get(key, (0, False))
             is_added = is_added or t.piece.role in ("out", "dq", "dkv")
-            expected[step, t.src, t.dst] = total + t.piece.num_bytes(workload.sizes), is_added
+            expected[key] = total + t.piece.num_bytes(workload.sizes), is_added
         assert messages == expected
         for rank, steps in enumerate(schedule.ranks):
             works = machine.steps_work(steps, rank, workload.sizes, workload.machine, schedule.direction)

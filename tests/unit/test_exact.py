@@ -34,9 +34,9 @@ def test_cases_cover_what_they_should():
         assert {c.layout.world_size for c in cases if c.kind == kind} == set(WORLDS)
     for name in ("contiguous", "zigzag", "striped", "per_document", "round_robin_by_work", "balanced", "scattered"):
         found = {c.scheme.partition("(")[0] for c in cases if c.layout.name == name}
-        assert found == {"ring", "exchange", "all_gather", "all_to_all", "hybrid"}, name
-    assert {c.scheme.partition("(")[2].partition(",")[2] for c in cases} == {"", "exchange)", "all_gather)"}
-    assert len(SCHEMES) == 7
+        assert found == {"ring", "exchange", "staged", "all_gather", "all_to_all", "hybrid"}, name
+    assert {c.scheme.partition("(")[2].partition(",")[2] for c in cases} == {"", "exchange)", "all_gather)", "staged)"}
+    assert len(SCHEMES) == 9
     many = {
         "an empty shard": lambda c: (c.layout.num_tokens == 0).any(),
         "fewer tokens than ranks": lambda c: c.layout.seq_len < c.layout.world_size,

@@ -117,6 +117,8 @@ def test_what_the_command_prints_is_the_most_of_any_rank(docs, scheme_name, caps
 @pytest.mark.parametrize("mask", ["documents", "per head", "function"])
 def test_all_steps_at_once_take_as_long_as_one_after_another(mask, machine):
     for name in schemes(6):
+        if "staged" in name:  # a step has messages that other steps wait for
+            continue
         chosen = scheme(name, problem(mask, "balanced", 6))
         for direction, steps, _ in passes(chosen, 4, keep=False):
             seconds, later, queued = 0.0, False, MACHINES[machine].call_seconds
@@ -146,9 +148,9 @@ def live_by_position(steps, rank, layout, direction, kept):
     here = [(-1, len(steps), piece) for piece in kept]
     for number, step in enumerate(steps):
         for t in step.transfers:
-            last = t.until if t.dst == rank else number
+            last = t.until if t.dst == rank else number + t.early
             live[number : last + 1] += t.piece.num_bytes(SIZES)
-            here += [(number, t.until, t.piece)] if t.dst == rank else []
+            here += [(number + t.early, t.until, t.piece)] if t.dst == rank else []
     for number, step in enumerate(steps):
         there = [own, *(positions(p) for a, b, p in here if p.role is Role.KV and a < number <= b)]
         copies = [c.kv.num_bytes(SIZES) for c in step.computes if not any(positions(c.kv) <= one for one in there)]

@@ -17,7 +17,7 @@ from longspan.testing.loopback import run_loopback
 from tests.flat_rows import Played, by_tables
 from tests.kernel_models import rows as models
 
-SCHEMES = ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)"]
+SCHEMES = ["ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)", "staged"]
 
 
 def drawn(seed, scheme):

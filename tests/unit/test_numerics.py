@@ -22,7 +22,7 @@ from tests.exact_cases import NAMES, Oracle, unit
 from tests.flat_rows import Accumulator, Sum
 
 S, DIM, WORLD = 192, 16, 4
-SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)")
+SCHEMES = ("ring", "exchange", "all_gather", "all_to_all", "hybrid(2)", "hybrid(2,exchange)", "staged")
 KERNELS = ("reference", "auto")
 DTYPES = (torch.float32, torch.bfloat16)
 FAST_EXP = 5e-5

@@ -21,6 +21,7 @@ NUM_PLANS = 2000
 NUM_CHUNKS = 20
 SIZES = Sizes(8, 2, 64, 64, 2)
 SCHEMES = ("ring", "all_gather", "exchange", "all_to_all", "hybrid(2)", "hybrid(2,exchange)", "hybrid(2,all_gather)")
+SCHEMES += ("staged", "hybrid(2,staged)")
 
 
 def made(name, mask, layout, sizes=SIZES, **options):
@@ -174,6 +175,76 @@ def _fetched_rows(schedule, rank):
             if t.dst == rank:
                 live[number : t.until + 1] += t.piece.num_tokens
     return live.max()
+
+
+def test_stages_stay_within_the_memory_bound_of_an_exchange():
+    mask, layout = masks.causal(4096), layouts.zigzag(4096, 8)
+    for node in (None, 4):
+        bound = made("staged", mask, layout, node=node, max_rows=600)
+        assert max(_fetched_rows(bound, r) for r in range(8)) <= 600
+
+
+# -- messages that start early --------------------------------------------------------------------------------------
+
+
+def changed_transfers(schedule, change):
+    """The schedule with other transfers; `change` takes a rank and a transfer."""
+    ranks = [
+        tuple(replace(step, transfers=tuple(change(rank, t) for t in step.transfers)) for step in steps)
+        for rank, steps in enumerate(schedule.ranks)
+    ]
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def both_directions(name, mask):
+    forward = made(name, mask, layouts.zigzag(512, 8), node=4)
+    return forward, backward(forward, keep=False)
+
+
+@pytest.mark.parametrize("name", ["staged", "hybrid(2,staged)", "hybrid(4,staged)"])
+def test_early_messages_are_due_a_step_later(name):
+    mask = masks.causal(512)
+    for schedule in both_directions(name, mask):
+        assert {t.early for _, t in schedule.transfers()} == {0, 1}
+        assert parse_schedule(schedule.text()) == schedule
+        validate(schedule, mask)
+
+
+def test_a_wait_that_is_too_late_or_missing_is_refused():
+    mask = masks.causal(512)
+    far = 99
+    for schedule in both_directions("staged", mask):
+        for change, about in (
+            (lambda _, t: replace(t, early=t.early + bool(t.early)), "not hold|not held|arrives|is due"),
+            (lambda _, t: replace(t, early=far * bool(t.early)), "is due in step"),  # nobody waits for it
+            (lambda rank, t: replace(t, early=t.early * (rank == t.src)), "does not expect it|does not send it"),
+            (lambda _, t: replace(t, early=-t.early), "is due in step"),
+        ):
+            with pytest.raises(ScheduleError, match=about):
+                validate(changed_transfers(schedule, change), mask)
+        with pytest.raises(ScheduleError, match="are due in step"):
+            simulate(changed_transfers(schedule, lambda _, t: replace(t, early=far)), MACHINES["h100"])
+
+
+def test_early_messages_hide_behind_more_than_one_step():
+    """Without `early` the same stages wait for each other."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(rng.lognormal(9.5, 1.2, size=12).astype(int), 16)
+    mask = masks.documents(lengths) & masks.causal()
+    layout = layouts.balanced(mask, world_size=32)
+    forward = made("hybrid(8,staged)", mask, layout, Sizes(32, 8, 128, 128, 2), node=8)
+    ranks = []  # the same messages, each in the step that waits for it
+    for steps in forward.ranks:
+        late = [[] for _ in steps]
+        for number, step in enumerate(steps):
+            for t in step.transfers:
+                late[number + t.early].append(replace(t, early=0, back=0))
+        ranks.append(tuple(replace(s, transfers=tuple(t)) for s, t in zip(steps, late, strict=True)))
+    late = replace(forward, ranks=tuple(ranks))
+    validate(late, mask)
+    for keep in (False, True):
+        pair = [simulate(backward(schedule, keep=keep), MACHINES["b200-fa4"]).seconds for schedule in (forward, late)]
+        assert pair[0] < 0.97 * pair[1]
 
 
 def test_any_number_of_heads_fits_any_number_of_ranks():

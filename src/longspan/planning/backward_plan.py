@@ -57,7 +57,9 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
             if t.piece.role is Role.OUT:  # its gradient is an input here: used by every compute that is left
                 transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 1, Recall.KEEP) for g in gradients]
                 continue
-            transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP) for g in gradients]
+            # A piece that arrived late was used late: its gradient starts as early, and travels as long.
+            first = last + 1 - i - t.early
+            transfers[first] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP, t.early) for g in gradients]
             if keep:
                 kept += [t.piece] if t.dst == rank else []
                 continue
@@ -71,7 +73,9 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
             if t.recall is Recall.AGAIN:
                 if t.until > last:
                     raise ScheduleError(f"{t!r} is used after the last step {last}, so it cannot be sent again.")
-                transfers[last - t.until].append(Transfer(t.src, t.dst, t.piece, last - i, Recall.KEEP))
+                sent = last - t.until - t.back
+                again = Transfer(t.src, t.dst, t.piece, last - i - t.early, Recall.KEEP, t.back)
+                transfers[sent].append(again)
             elif t.recall is Recall.RETURN:
                 transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
     # Computes of a step keep their order, except those in chunks, whose order decides the bits.

@@ -171,8 +171,8 @@ def device_bytes(
 def candidates(problem: Problem) -> Iterator[str]:
     """Yield the names of the schemes worth comparing, those that move least first.
 
-    Hybrids are compared if the heads fill their groups, and all-to-all if every rank gets a whole head. Others work
-    only if named.
+    Hybrids are compared if the heads fill their groups, and all-to-all if every rank gets a whole head. Stages are
+    compared where all messages between groups cross the network. Others work only if named.
     """
     size, sizes = problem.layout.world_size, problem.sizes
     limit = min(max(sizes.kv_heads, problem.node if problem.node < size else 1), sizes.q_heads, size - 1)
@@ -181,8 +181,11 @@ def candidates(problem: Problem) -> Iterator[str]:
     yield from (f"hybrid({heads},exchange)" for heads in groups)
     if 1 < size <= sizes.q_heads:
         yield "all_to_all"
-    yield from (f"hybrid({heads},{inner})" for heads in groups for inner in PLANNERS if inner != "exchange")
-    yield from (name for name in PLANNERS if name != "exchange")
+    if problem.node < size:
+        yield from (f"hybrid({heads},staged)" for heads in groups if heads % problem.node == 0)
+    others = [name for name in PLANNERS if name not in ("exchange", "staged")]
+    yield from (f"hybrid({heads},{inner})" for heads in groups for inner in others)
+    yield from others
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,20 +19,21 @@ from longspan.spans import Ints, Span, join, on_one_line, steps_within, union
 # -- Traffic: the bytes that a rank's steps move, summed as one table --------------------------------------------------
 
 
-STEP, SRC, DST, UNTIL, BYTES, ADDED = range(6)
+STEP, SRC, DST, UNTIL, BYTES, ADDED, DUE = range(7)
 _ADDED = (Role.OUT, Role.DQ, Role.DKV)
 """Roles that are added to the receiver's own rows; the others are used as they arrive."""
 
 
 def traffic(steps: tuple[Step, ...], sizes: Sizes) -> Ints:
-    """Return (step, source, target, until, bytes, whether it is added to own rows) of every transfer, step by step."""
+    """Return (step, source, target, until, bytes, whether it is added to own rows, step at whose end it has arrived) of
+    every transfer, step by step."""
     moved = [(number, t) for number, step in enumerate(steps) for t in step.transfers]
     weights = piece_bytes([t.piece for _, t in moved], sizes)
     rows = [
-        (number, t.src, t.dst, t.until, weight, t.piece.role in _ADDED)
+        (number, t.src, t.dst, t.until, weight, t.piece.role in _ADDED, number + t.early)
         for (number, t), weight in zip(moved, weights, strict=True)
     ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+    return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
 
 def piece_bytes(pieces: list[Piece], sizes: Sizes) -> list[int]:
@@ -268,12 +269,13 @@ def live_bytes(
     once = np.zeros(size, dtype=np.int64)  # what is there in a step only
     if len(steps):
         own, wide = union(layout.span_table(rank)), max(sizes.itemsize, 4)
-        # What arrives, until its last use, and what is sent, while it is sent.
+        # What arrives, from its start until its last use, and what is sent, while it travels.
         moved = traffic(steps, sizes)
         into, sent = moved[moved[:, DST] == rank], moved[moved[:, DST] != rank]
         np.add.at(change, into[:, STEP], into[:, BYTES])
         np.subtract.at(change, np.clip(into[:, UNTIL] + 1, into[:, STEP], size), into[:, BYTES])
-        np.add.at(once, sent[:, STEP], sent[:, BYTES])
+        np.add.at(change, sent[:, STEP], sent[:, BYTES])
+        np.subtract.at(change, np.minimum(sent[:, DUE] + 1, size), sent[:, BYTES])
         gathered = _gathered_bytes(steps, rank, own, layout.seq_len, sizes, kept)
         once += gathered
         computing = [number for number, step in enumerate(steps) if step.computes]
@@ -322,7 +324,9 @@ def _gathered_bytes(
     uses = [(number, compute.kv) for number, step in enumerate(steps) for compute in step.computes]
     here = [(-1, len(steps), piece) for piece in kept if piece.role is Role.KV]
     for number, step in enumerate(steps):
-        here += [(number, t.until, t.piece) for t in step.transfers if t.dst == rank and t.piece.role is Role.KV]
+        here += [
+            (number + t.early, t.until, t.piece) for t in step.transfers if t.dst == rank and t.piece.role is Role.KV
+        ]
     pieces = _span_rows([piece for _, _, piece in here])
     held = np.column_stack((own, np.full(len(own), len(here), dtype=np.int64)))
     window = np.array([(begin, end) for begin, end, _ in here] + [(-1, len(steps))], dtype=np.int64)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan.masks import bands as bd
-from longspan.planning.fetch import PORT, STAGE, START, STOP, TAKER, Fetch
+from longspan.planning.fetch import PORT, STAGE, START, STOP, TAKER, Fetch, lead
 from longspan.planning.machine import Floats, KernelTable, Machine, kernel_work, message_work
-from longspan.planning.planners import Planner, Scheme, all_gather, alone, exchange, gathered_rows, ring
+from longspan.planning.planners import Planner, Scheme, all_gather, alone, exchange, gathered_rows, ring, staged
 from longspan.planning.problem import Problem, cells
 from longspan.planning.steps import Role, Sizes
 from longspan.spans import Ints, by_position, join, on_one_line, run_table, union
@@ -32,14 +32,15 @@ class Layer:
     arrived: tuple[Ints, ...]
     """For each lane, (start, stop, rank, step) of the rows whose pairs are computed in a step."""
     moved: Ints
-    """(step, source, target, rows times heads and batch rows, `AGAIN`, `RETURNS`) of each message."""
+    """(step, source, target, rows times heads and batch rows, `AGAIN`, `RETURNS`, `EARLY`, `BACK`) of each message."""
 
 
-MOVED_STEP, SRC, DST, ROWS, AGAIN, RETURNS = range(6)
-"""AGAIN: the step of backward in which the rows are sent again, or below 0. RETURNS: whether they go back then."""
+MOVED_STEP, SRC, DST, ROWS, AGAIN, RETURNS, EARLY, BACK = range(8)
+"""AGAIN: the step of backward at whose end the rows have arrived again, or below 0. RETURNS: whether they go back then.
+EARLY: how many steps before the step at whose end they have arrived they are sent; BACK: the same when sent again."""
 
 
-def _fetch_layer(problem: Problem, fetches: tuple[Fetch, ...], stages: int) -> Layer:
+def _fetch_layer(problem: Problem, fetches: tuple[Fetch, ...], stages: int, ahead: int = 0) -> Layer:
     layout, node, size = problem.layout, problem.node, problem.layout.world_size
     num_steps, owners = stages + 1 + 2 * (node < size), layout.by_position
     own = np.column_stack((layout.table, np.zeros(len(layout.table), dtype=np.int64)))
@@ -47,8 +48,8 @@ def _fetch_layer(problem: Problem, fetches: tuple[Fetch, ...], stages: int) -> L
     keys: list[Ints] = []
     weights: list[Ints] = []
 
-    def add(step: Ints, lag: int, src: Ints, dst: Ints, rows: Ints) -> None:
-        keys.append((((step * 4 + lag) * size + src) * size) + dst)
+    def add(due: Ints, lag: int, src: Ints, dst: Ints, rows: Ints) -> None:
+        keys.append((((due * 4 + lag) * size + src) * size) + dst)
         weights.append(rows)
 
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
@@ -69,16 +70,21 @@ def _fetch_layer(problem: Problem, fetches: tuple[Fetch, ...], stages: int) -> L
             cut = np.stack((np.maximum(users[i, 0], ports[j, 0]), np.minimum(users[i, 1], ports[j, 1])), axis=1)
             rows, step, port, user = cut[:, 1] - cut[:, 0], ports[j, 2] + 1, ports[j, 3], fetch.remote[i, 2]
             parts.append(np.column_stack((on_one_line(cut, -home[i], layout.seq_len), user, step + 1)))
-            add(step, 1, port, user, rows * weight * (port != user))
+            add(step, RELAYED, port, user, rows * weight * (port != user))
         arrived.append(np.concatenate(parts))
     key, rows = _sums(np.concatenate(keys), np.concatenate(weights))
     lagged, pair = np.divmod(key, size * size)
-    step, lag = np.divmod(lagged, 4)
+    due, lag = np.divmod(lagged, 4)
+    none, is_staged = np.zeros_like(due), lag != RELAYED
+    early, back = (np.where(is_staged, steps, 0) for steps in lead(due, stages, ahead))
+    again = num_steps - 1 - due - np.where(is_staged, lag, 1)
     rows = rows.astype(np.int64)
-    moved = np.stack((step, pair // size, pair % size, rows, num_steps - 1 - step - lag, np.zeros_like(step)), axis=1)
+    moved = np.stack((due - early, pair // size, pair % size, rows, again, none, early, back), axis=1)
     return Layer(num_steps, tuple(arrived), moved)
 
 
+RELAYED = 2
+"""In the place of a number of steps for which rows are used: ports passed them on, and they are used for one."""
 DENSE = 1 << 22
 """Numbers up to which sums are kept in a table of all of them, which is faster than sorting."""
 
@@ -102,19 +108,21 @@ def _ring_layer(problem: Problem) -> Layer:
     rows = layout.num_tokens[(src - step) % size] * weight
     # The first hop leaves its owner, who needs nothing back; later hops return what they passed on.
     back = np.where(step == 0, -1, size - 1 - step)
-    moved = np.stack((step, src, (src + 1) % size, rows, back, np.ones_like(step)), axis=1)
+    none = np.zeros_like(step)
+    moved = np.stack((step, src, (src + 1) % size, rows, back, none + 1, none, none), axis=1)
     return Layer(size, (arrived,) * len(problem.lanes), moved[rows > 0])
 
 
 def _alone_layer(problem: Problem) -> Layer:
     own = np.column_stack((problem.layout.table, np.zeros(len(problem.layout.table), dtype=np.int64)))
-    return Layer(1, (own,) * len(problem.lanes), np.empty((0, 6), dtype=np.int64))
+    return Layer(1, (own,) * len(problem.lanes), np.empty((0, 8), dtype=np.int64))
 
 
 LAYERS: dict[Planner, Callable[[Problem], Layer]] = {
     ring: _ring_layer,
     alone: _alone_layer,
     exchange: lambda p: _fetch_layer(p, p.needed_fetches, p.num_stages),
+    staged: lambda p: _fetch_layer(p, p.staged_fetches, p.num_early_stages, ahead=1),
     all_gather: lambda p: _fetch_layer(p, (p.gather_fetch,) * len(p.lanes), min(p.layout.world_size - 1, 1)),
 }
 
@@ -203,10 +211,11 @@ def estimate(scheme: Scheme, machine: Machine, *, keep: bool) -> Estimate:
             inside = slice(before, before + inner)
             compute[:, numbers, inside] = _seconds(work, machine, direction).reshape(groups, 1, inner)
             ops[:, numbers, inside] = work[3].reshape(groups, 1, inner)
-            for step, src, dst, num_bytes, added in _inner_messages(layer, sizes, keep, direction):
+            for step, due, src, dst, num_bytes, added in _inner_messages(layer, sizes, keep, direction):
                 ends = ((end[:, None] * heads + numbers).ravel() for end in (src, dst))
-                number, weight = (np.repeat(column, len(numbers)) for column in (step + before, num_bytes))
-                sent.append(np.stack((number, *ends, weight, np.full_like(number, added))))
+                columns = step + before, due + before, num_bytes
+                number, last, weight = (np.repeat(column, len(numbers)) for column in columns)
+                sent.append(np.stack((number, *ends, weight, np.full_like(number, added), last)))
         if gathered is not None:
             sent += gathered.messages(num_steps, sizes, keep, direction)
         work = compute.reshape(size, num_steps), ops.reshape(size, num_steps)
@@ -222,22 +231,24 @@ def _seconds(work: Floats, machine: Machine, direction: str) -> Floats:
     return kernel + copied / machine.copy_bandwidth + ops * machine.op_seconds
 
 
-Messages = tuple[Ints, Ints, Ints, Ints, int]
-"""Steps, sources, targets, bytes, and whether the rows are added to the target's own."""
+Messages = tuple[Ints, Ints, Ints, Ints, Ints, int]
+"""Steps, steps at whose end they have arrived, sources, targets, bytes, and whether the rows are added to the target's
+own."""
 
 
 def _inner_messages(layer: Layer, sizes: Sizes, keep: bool, direction: str) -> Iterator[Messages]:
     """Yield the messages of the inner planner, between groups."""
-    step, src, dst, rows, again, returns = layer.moved.T
+    step, src, dst, rows, again, returns, early, back = layer.moved.T
     kv = rows * sizes.row_bytes(Role.KV)
     if direction == "forward":
-        yield step, src, dst, kv, 0
+        yield step, step + early, src, dst, kv, 0
         return
-    yield layer.num_steps - step, dst, src, rows * sizes.row_bytes(Role.DKV), 1
+    last = layer.num_steps - step
+    yield last - early, last, dst, src, rows * sizes.row_bytes(Role.DKV), 1
     if not keep:
         is_sent = again >= 0
         first, last = np.where(returns > 0, (dst, src), (src, dst))[:, is_sent]
-        yield again[is_sent], first, last, kv[is_sent], 0
+        yield (again - back)[is_sent], again[is_sent], first, last, kv[is_sent], 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,13 +273,13 @@ class _Gathered:
     def messages(self, num_steps: int, sizes: Sizes, keep: bool, direction: str) -> list[Ints]:
         q, kv, first, last = self.q, self.kv, np.zeros_like(self.q), np.full_like(self.q, num_steps - 1)
         inputs = q * sizes.row_bytes(Role.Q) + kv * sizes.row_bytes(Role.KV)
-        gather = np.stack((first, self.src, self.taker, inputs, first))
+        gather = np.stack((first, self.src, self.taker, inputs, first, first))
         if direction == "forward":
-            return [gather, np.stack((last, self.taker, self.src, q * sizes.row_bytes(Role.OUT), first + 1))]
+            return [gather, np.stack((last, self.taker, self.src, q * sizes.row_bytes(Role.OUT), first + 1, last))]
         gradients = q * sizes.row_bytes(Role.DQ) + kv * sizes.row_bytes(Role.DKV)
         back = [
-            np.stack((first + 1, self.src, self.taker, q * sizes.row_bytes(Role.DOUT), first)),
-            np.stack((last, self.taker, self.src, gradients, first + 1)),
+            np.stack((first + 1, self.src, self.taker, q * sizes.row_bytes(Role.DOUT), first, first + 1)),
+            np.stack((last, self.taker, self.src, gradients, first + 1, last)),
         ]
         return back if keep else [gather, *back]
 
@@ -276,17 +287,20 @@ class _Gathered:
 def _simulate(compute: Floats, ops: Floats, sent: Ints, machine: Machine) -> tuple[float, float]:
     """Return the seconds of one pass, and how long the busiest host queues it.
 
-    `compute`: seconds, (ranks, steps); `ops`: its operations; `sent`: steps, sources, targets, bytes and whether they
-    are added, (5, n). All that one rank sends to another in a step is one message.
+    `compute`: seconds, (ranks, steps); `ops`: its operations; `sent`: steps, sources, targets, bytes, whether they are
+    added, and steps at whose end they have arrived, (6, n). All that one rank sends to another in a step and that
+    arrives together is one message.
     """
     size, num = compute.shape
-    every = (sent[0] * size + sent[1]) * size + sent[2]
+    most = int((sent[5] - sent[0]).max(initial=0)) + 1
+    every = ((sent[0] * most + sent[5] - sent[0]) * size + sent[1]) * size + sent[2]
     keys, num_bytes = _sums(every, sent[3])
-    step, pair = np.divmod(keys, size * size)
+    batch, pair = np.divmod(keys, size * size)
+    step, early = np.divmod(batch, most)
     src, dst = np.divmod(pair, size)
     added = np.zeros(len(keys), dtype=np.bool_)
     added[np.searchsorted(keys, every[(sent[4] > 0) & (sent[3] > 0)])] = True
-    sides = [(end * num + step, num_bytes, added) for end in (src, dst)]
+    sides = [(end * num + step, end * num + step + early, num_bytes, added) for end in (src, dst)]
     work = message_work(sides[0], sides[1], size * num, machine)
     count, packed, packs, unpacked, unpacks = work.reshape(5, size, num)
     pack, unpack = (
@@ -301,18 +315,22 @@ def _simulate(compute: Floats, ops: Floats, sent: Ints, machine: Machine) -> tup
     # Ports have clocks that are further apart than the longest pass, so that all are worked through in one go.
     apart = 2 * float((pack + compute + unpack).max(axis=0).sum() + (seconds + latency).sum() + queued.max())
     ports = [((end * len(machine.links) + level) * apart).astype(np.float64) for end in (src, dst)]
-    begins: list[int] = np.searchsorted(step, np.arange(int(num) + 1)).tolist()
-    now = np.zeros(size)
+    begins: list[int] = np.searchsorted(batch, np.arange(int(num) * most + 1)).tolist()
+    now, free = np.zeros(size), np.zeros(size)
+    arrived = np.zeros((size, num))
     for number in range(num):
         ready = now + pack[:, number]
-        done = ready + compute[:, number]
-        some = slice(begins[number], begins[number + 1])
-        if some.stop > some.start:
-            a, b, took = src[some], dst[some], seconds[some]
-            start = np.maximum(ready[a], ready[b])
-            stop = np.maximum(*(_port_ends(port[some], start, took) for port in ports)) + latency[some]
-            np.maximum.at(done, a, stop)
-            np.maximum.at(done, b, stop)
+        for ahead in range(most):
+            some = slice(begins[number * most + ahead], begins[number * most + ahead + 1])
+            if some.stop > some.start:
+                a, b, took = src[some], dst[some], seconds[some]
+                offer = np.maximum(ready, free)  # a rank's batches run one after another
+                start = np.maximum(offer[a], offer[b])
+                stop = np.maximum(*(_port_ends(port[some], start, took) for port in ports)) + latency[some]
+                for end in (a, b):
+                    np.maximum.at(free, end, stop)
+                    np.maximum.at(arrived[:, number + ahead], end, stop)
+        done = np.maximum(ready + compute[:, number], arrived[:, number])
         now = np.maximum(done + unpack[:, number], queued[:, number])
     return float(max(now.max(), machine.call_seconds)), float(queued.max())
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
-from longspan.planning.cost import ADDED, BANDS, BYTES, DST, SRC, STEP, bands_of, launch_table, sides, traffic
+from longspan.planning.cost import ADDED, BANDS, BYTES, DST, DUE, SRC, STEP, bands_of, launch_table, sides, traffic
 from longspan.planning.steps import Sizes, Step
 from longspan.spans import Ints, Span, check_int, truncated_repr
 
@@ -337,28 +337,31 @@ def kernel_work(
     return np.stack((flop, slots, _sums(kernels.number, copied * batch, num), _sums(kernels.number, ops, num)))
 
 
-Messages = tuple[Ints, Ints | Floats, NDArray[np.bool_]]
-"""The step, the bytes, and whether the rows are added to the target's own, of each message."""
+Messages = tuple[Ints, Ints, Ints | Floats, NDArray[np.bool_]]
+"""The step, the step at whose end it has arrived, the bytes, and whether the rows are added to the target's own, of
+each message."""
 
 
 def message_work(sent: Messages, got: Messages, num: int, machine: Machine) -> Floats:
     """Return messages, packed bytes and operations, unpacked bytes and operations, (5, num), of `num` numbered steps.
 
-    One operation packs each message, one starts all of a step, and one adds each message whose rows are added.
+    One operation packs each message, one starts all of a step that arrive together, and one adds each message whose
+    rows are added.
     """
-    packed, unpacked = (2.0 * np.bincount(step, num_bytes, num) for step, num_bytes, _ in (sent, got))
-    targets, sources, added = (np.bincount(step, minlength=num) for step in (sent[0], got[0], got[0][got[2]]))
-    starts = targets + sources > 0
-    ops = (starts + targets, added) if machine.one_launch else (starts, starts)
+    packed, unpacked = (2.0 * np.bincount(step, m[2], num) for step, m in ((sent[0], sent), (got[1], got)))
+    targets, sources, added = (np.bincount(step, minlength=num) for step in (sent[0], got[0], got[1][got[3]]))
+    batches = np.unique(np.concatenate([m[0] * num + m[1] for m in (sent, got)]))
+    starts, ends = (np.bincount(step, minlength=num) for step in np.divmod(batches, num))
+    ops = (starts + targets, added) if machine.one_launch else (starts, ends)
     return np.array((targets + sources, packed, ops[0], unpacked, ops[1]), dtype=np.float64)
 
 
 def _messages(moved: Ints, peer: int) -> Messages:
-    """Return one message for all transfers of a step with a peer."""
-    size = int(moved[:, peer].max(initial=0)) + 1
-    keys, which = np.unique(moved[:, STEP] * size + moved[:, peer], return_inverse=True)
+    """Return one message for all transfers of a step with a peer that arrive together."""
+    size, num = int(moved[:, peer].max(initial=0)) + 1, int(moved[:, DUE].max(initial=0)) + 1
+    keys, which = np.unique((moved[:, STEP] * num + moved[:, DUE]) * size + moved[:, peer], return_inverse=True)
     num_bytes, added = (np.bincount(which, moved[:, column], len(keys)) for column in (BYTES, ADDED))
-    return keys // size, num_bytes, added > 0
+    return *np.divmod(keys // size, num), num_bytes, added > 0
 
 
 def _sums(number: Ints, values: Ints | Floats, size: int) -> Floats:

@@ -1,4 +1,4 @@
-"""The planners (ring, exchange, all-gather, chunked, hybrid), their volumes, and schemes by name.
+"""The planners (ring, exchange, staged, all-gather, chunked, hybrid), their volumes, and schemes by name.
 
 A planner is a function from a problem and a rank to that rank's steps. `PLANNERS` lists planners by name. `VOLUMES`
 gives in closed form how much every rank receives under a planner; a planner without an entry is summed step by step.
@@ -68,15 +68,26 @@ def all_gather(problem: Problem, rank: int) -> tuple[Step, ...]:
     return _fetch_steps(problem, rank, fetches, min(problem.layout.world_size - 1, 1))
 
 
-def _fetch_steps(problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: int) -> tuple[Step, ...]:
+def staged(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """Return the rank's steps: an exchange in several stages, each sent one step before the step that waits for it.
+
+    So the network is busy while a stage is computed, however long that takes, and the pairs that are left when the last
+    rows arrive are few. It pays off if messages take longer than the local pairs.
+    """
+    return _fetch_steps(problem, rank, problem.staged_fetches, problem.num_early_stages, ahead=1)
+
+
+def _fetch_steps(
+    problem: Problem, rank: int, fetches: tuple[Fetch, ...], stages: int, ahead: int = 0
+) -> tuple[Step, ...]:
     node, layout = problem.node, problem.layout
     # Rows from other nodes come a step later, and their ports hold them one more, which backward needs to fetch again.
     num_steps = stages + 1 + 2 * (node < layout.world_size)
     transfers: list[list[Transfer]] = [[] for _ in range(num_steps)]
     arrived: list[Ints] = []
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
-        for (step, src, dst, until), rows in moves(fetch, layout, node, rank).items():
-            transfers[step].append(Transfer(src, dst, lane.kv(rows), until))
+        for (step, src, dst, until, early, back), rows in moves(fetch, layout, node, rank, stages, ahead).items():
+            transfers[step].append(Transfer(src, dst, lane.kv(rows), until, Recall.AGAIN, early, back))
         by_step = [problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]
         number = np.repeat(np.arange(num_steps), [len(rows) for rows in by_step])
         arrived.append(by_position(np.column_stack((np.concatenate(by_step), number))))
@@ -332,7 +343,7 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
     def shift(step: Step) -> Step:
         """Replace groups by the ranks that stand for them, one step later."""
         transfers = [
-            Transfer(t.src * heads + number, t.dst * heads + number, t.piece, t.until + 1, t.recall)
+            replace(t, src=t.src * heads + number, dst=t.dst * heads + number, until=t.until + 1)
             for t in step.transfers
         ]
         computes = [Compute(c.rank * heads + number, c.q, c.kv, c.bands, c.maybe) for c in step.computes]
@@ -522,11 +533,13 @@ PLANNERS: dict[str, Planner] = {
     "ring": ring,
     "all_gather": all_gather,
     "exchange": exchange,
+    "staged": staged,
 }
 VOLUMES: dict[Planner, Callable[[Problem], Volume]] = {
     ring: ring_volume,
     all_gather: lambda problem: _fetch_volume(problem, (problem.gather_fetch,) * len(problem.lanes)),
     exchange: lambda problem: _fetch_volume(problem, problem.needed_fetches),
+    staged: lambda problem: _fetch_volume(problem, problem.staged_fetches),
     alone: lambda problem: Volume.zeros(problem.layout.world_size),
 }
 

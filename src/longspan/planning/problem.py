@@ -18,7 +18,7 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.planning.fetch import Fetch, by_taker, num_stages, plan_fetch, without
+from longspan.planning.fetch import STAGES, Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes
 from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join, union
 
@@ -213,6 +213,23 @@ class Problem:
 
     def _fetch(self, lane: Lane) -> Fetch:
         return plan_fetch(self._once(lane, self._remote_rows), self.layout, self.node, self.num_stages)
+
+    @cached_property
+    def staged_fetches(self) -> tuple[Fetch, ...]:
+        """How each lane's needed rows travel in `num_early_stages`, each with a share of the rows of every owner."""
+        return tuple(self._once(lane, self._staged_fetch, self.node, self.num_early_stages) for lane in self.lanes)
+
+    def _staged_fetch(self, lane: Lane) -> Fetch:
+        needed = self._once(lane, self._remote_rows)
+        return plan_fetch(needed, self.layout, self.node, self.num_early_stages, by_owner=True)
+
+    @property
+    def num_early_stages(self) -> int:
+        """The number of stages if the next one but one is on its way while a stage is computed.
+
+        A rank then holds three stages instead of two; the rest is for shares of owners, which are rounded up.
+        """
+        return max(STAGES, 2 * self.num_stages) if self.num_stages else 0
 
     @cached_property
     def num_stages(self) -> int:

@@ -176,6 +176,7 @@ class StateTransfer:
     piece: ChainPiece
     until: int
     """The last step in which it may be used."""
+    early: ClassVar[int] = 0
 
     def __repr__(self) -> str:
         return f"{self.src}>{self.dst} {self.piece!r}"

@@ -1,7 +1,8 @@
 """The parts of a schedule: Piece, Transfer, Compute, Step, Schedule. Plain values with a text form that parses back.
 
-A step's transfers start together with its computes. What a transfer brings may be used from the next step on, up to
-and including step `until`. There are only two instructions; schemes differ in nothing else.
+A step's transfers start together with its computes. A transfer has arrived at the end of its step, or `early` steps
+later if it was started earlier than needed, so that it travels during several computes. What it brings may be used from
+the next step on, up to and including step `until`. There are only two instructions; schemes differ in nothing else.
 """
 
 from __future__ import annotations
@@ -177,6 +178,8 @@ class Moved(Protocol):
     def piece(self) -> Any: ...
     @property
     def until(self) -> int: ...
+    @property
+    def early(self) -> int: ...
 
 
 class PlanStep(Protocol):
@@ -198,9 +201,14 @@ class Transfer:
     until: int
     """The last step in which `dst` uses it."""
     recall: Recall = Recall.AGAIN
+    early: int = 0
+    """For how many steps after its own it may travel: it has arrived at the end of the last of them."""
+    back: int = 0
+    """`early` of the transfer that sends it again in backward."""
 
     def __repr__(self) -> str:
-        return f"{self.src}>{self.dst} {self.piece!r} until {self.until} {self.recall}"
+        early = f" early {self.early} back {self.back}" if self.early or self.back else ""
+        return f"{self.src}>{self.dst} {self.piece!r} until {self.until} {self.recall}{early}"
 
     @staticmethod
     def parse(text: str) -> Transfer:
@@ -208,12 +216,14 @@ class Transfer:
         ends, _, rest = text.partition(" ")
         piece, _, tail = rest.partition(" until ")
         src, _, dst = ends.partition(">")
-        until, _, recall = tail.partition(" ")
-        form = "a transfer is written SRC>DST PIECE until STEP RECALL"
+        until, _, rest = tail.partition(" ")
+        recall, _, early = rest.partition(" early ")
+        early, _, back = early.partition(" back ") if early else ("0", "", "0")
+        form = "a transfer is written SRC>DST PIECE until STEP RECALL, with `early STEPS back STEPS` after it if not 0"
         if recall not in set(Recall):
             raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
-        counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until)]
-        return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall))
+        counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until, early, back)]
+        return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall), *counts[3:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The validator proves that a schedule computes exactly the pairs that a mask allows, and that it can run.
 
 It follows the meaning of the instructions and does not depend on planners. It proves that sends and receives are the
-same lists; that nothing is used before it arrives or after it is released; that every allowed pair is computed exactly
+same lists; that both ends wait for every message; that nothing is used before it arrives or after it is released; that
+every allowed pair is computed exactly
 once; that results and gradients reach the rank that owns them, each contribution once; and that batches stay small.
 `validate_scan` does the same for schedules of scans.
 
@@ -55,6 +56,10 @@ def _check_lists(schedule: AnySchedule, number: int) -> None:
         for t in step.transfers:
             if rank not in (t.src, t.dst) or t.src == t.dst or not (0 <= t.src < size and 0 <= t.dst < size):
                 _fail(schedule, rank, number, f"{t!r} does not connect this rank to another of {size} ranks.")
+            if not number <= number + t.early < len(schedule.ranks[rank]):
+                _fail(
+                    schedule, rank, number, f"{t!r} is due in step {number + t.early}, which this rank does not have."
+                )
 
 
 # -- Board: which rank holds which rows --------------------------------------------------------------------------------
@@ -134,6 +139,7 @@ class _Proof:
         self.board = Board(schedule)
         self.held: Store = {}
         self.leaving: dict[int, list[tuple[int, Piece]]] = {}  # by the last step of their use
+        self.arriving: dict[int, list[tuple[Transfer, list[tuple[Ints, Term]]]]] = {}  # by the step that waits for them
         self.sums: Store = {}  # gradient contributions, as sums of the weights of computes
         self.expected: Store = {}
         self.results: Store = {}  # 1: computed here, 2: sent to its owner
@@ -178,33 +184,31 @@ class _Proof:
     def _step(self, number: int) -> None:
         steps = {r: s[number] for r, s in enumerate(self.schedule.ranks) if number < len(s)}
         _check_lists(self.schedule, number)
-        moved: list[tuple[Transfer, Ints, Term]] = []
         for rank, step in steps.items():
             for batch in step.batches(self.schedule.world_size):
                 peers = {(t.src, t.dst) for t in batch}
                 if len(peers) > MAX_BATCH:
                     self.fail(rank, number, f"{len(peers)} operations start in one batch; {MAX_BATCH} is the limit.")
-            for transfer in (t for t in step.transfers if t.src == rank):
-                moved += self._send(transfer, number)
+            for t in (t for t in step.transfers if t.src == rank):
+                self.arriving.setdefault(number + t.early, []).append((t, self._send(t, number)))
         for rank, step in steps.items():
             for compute in step.computes:
                 self._compute(compute, rank, number)
         for rank, piece in self.leaving.pop(number, []):
             self._hold(rank, piece, 0, sign=-1)
-        for t, values, key in moved:
+        for t, moved in self.arriving.pop(number, []):
             cells, _ = self.board.place(t.piece)
-            here = self._array(self.sums, t.dst, t.piece.role, key)
-            if t.piece.apart and ((here[cells] != 0) & (values != 0)).any():
-                self.fail(t.dst, number, f"{t!r} brings a second sum of queries that are one branch.")
-            here[cells] += values
-        for rank, step in steps.items():
-            for t in step.transfers:
-                if t.dst == rank and t.piece.role in (Role.Q, Role.KV, Role.DOUT):
-                    if t.until <= number:
-                        self.fail(rank, number, f"{t!r} may be used only until step {t.until}, before it arrives.")
-                    self._hold(rank, t.piece, t.until)
+            for values, key in moved:
+                here = self._array(self.sums, t.dst, t.piece.role, key)
+                if t.piece.apart and ((here[cells] != 0) & (values != 0)).any():
+                    self.fail(t.dst, number, f"{t!r} brings a second sum of queries that are one branch.")
+                here[cells] += values
+            if t.piece.role in (Role.Q, Role.KV, Role.DOUT):
+                if t.until <= number:
+                    self.fail(t.dst, number, f"{t!r} may be used only until step {t.until}, before it arrives.")
+                self._hold(t.dst, t.piece, t.until)
 
-    def _send(self, t: Transfer, number: int) -> list[tuple[Transfer, Ints, Term]]:
+    def _send(self, t: Transfer, number: int) -> list[tuple[Ints, Term]]:
         """Check a transfer at its source, and return the gradient sums that it moves."""
         cells, keys = self.board.place(t.piece)
         role = t.piece.role
@@ -219,10 +223,10 @@ class _Proof:
                     self.fail(t.src, number, f"{t!r} sends results that are not computed here, or sent already.")
                 results[cells] = 2
             return []
-        moved: list[tuple[Transfer, Ints, Term]] = []
+        moved: list[tuple[Ints, Term]] = []
         for key in ((*key, *t.piece.apart) for key in keys):
             here = self._array(self.sums, t.src, role, key)
-            moved.append((t, here[cells].copy(), key))
+            moved.append((here[cells].copy(), key))
             here[cells] = 0
         return moved
 

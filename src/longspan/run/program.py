@@ -41,21 +41,30 @@ class MessageBuffer:
 
 
 @dataclass(eq=False)
-class ProgramStep:
-    """One step: pack its messages, send and receive them while computing, unpack what arrived."""
+class MessageBatch:
+    """Messages that start together, and that the end of step `due` waits for."""
 
-    pack: list[Item]
+    due: int
     sends: MessageBuffer | None
     receives: list[MessageBuffer]
     pieces: dict[tuple[int, int], list[Moved]]
-    work: list[Item]
-    unpack: list[Item]
-    unaligned: list[Buffer] = field(default_factory=list)
-    """Parts of sent messages whose offset is no multiple of their item size; they are tensors of their own."""
     sizes: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.sizes = {peer: size for messages in self.receives for peer, (_, size) in messages.places.items()}
+
+
+@dataclass(eq=False)
+class ProgramStep:
+    """One step: pack its messages, send and receive them while computing, unpack what arrived."""
+
+    pack: list[Item]
+    batches: list[MessageBatch]
+    """First the messages that the step itself waits for, even if there are none, then those of later steps."""
+    work: list[Item]
+    unpack: list[Item]
+    unaligned: list[Buffer] = field(default_factory=list)
+    """Parts of sent messages whose offset is no multiple of their item size; they are tensors of their own."""
 
 
 @dataclass(eq=False)
@@ -81,8 +90,9 @@ class RankProgram:
         items: list[Item] = []
         for step in self.steps:
             uses += [(id(item), _buffers(item)) for item in step.pack]
-            messages = [message.buffer for message in (step.sends, *step.receives) if message is not None]
-            uses.append((id(step), messages + step.unaligned))
+            messages = [message for batch in step.batches for message in (batch.sends, *batch.receives)]
+            buffers = [message.buffer for message in messages if message is not None]
+            uses.append((id(step), buffers + step.unaligned))
             uses += [(id(item), _buffers(item)) for item in (*step.work, *step.unpack)]
             items += [*step.pack, *step.work, *step.unpack]
         uses += [(id(item), _buffers(item)) for item in self.end]
@@ -128,21 +138,28 @@ class RankProgram:
                 self._do(step.pack, memory, attend, launches)
                 if step.unaligned:
                     copy_unaligned_back(memory, step.unaligned)
-            sends = {} if step.sends is None else step.sends.slices(memory.get(step.sends.buffer))
-            into: dict[int, Tensor] = {}
-            for messages in step.receives:
-                into |= messages.slices(memory.get(messages.buffer))
+            started: list[Exchange] = []
+            sends: dict[int, Tensor] = {}
+            for batch in step.batches:
+                sends = {} if batch.sends is None else batch.sends.slices(memory.get(batch.sends.buffer))
+                into: dict[int, Tensor] = {}
+                for messages in batch.receives:
+                    into |= messages.slices(memory.get(messages.buffer))
+                started.append(Exchange(number, sends, batch.sizes, memory.device, batch.pieces, into, batch.due))
             memory.messages.release()
-            yield Exchange(number, sends, step.sizes, memory.device, step.pieces, into)
+            exchange, into = started[0], started[0].into
+            exchange.later = started[1:]
+            yield exchange
             if (last_use := self.last_use.get(id(step))) is not None:
                 memory.drop(last_use)
-            del sends  # the transport frees messages when they are delivered
+            del sends, started, exchange  # the transport frees messages when they are delivered
             if step.work or current_observer() is not None:  # steps without work are marked, too
                 with mark(direction, rank, number):
                     self._do(step.work, memory, attend, launches)
             arrived = yield None
             if into:
                 copy_into(into, arrived or {})
+            if step.unpack:
                 self._do(step.unpack, memory, attend, launches)
         if not alone:
             memory.messages.release()

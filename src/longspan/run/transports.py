@@ -173,6 +173,10 @@ class Exchange:
     """The contents of each message, by source and target."""
     into: dict[int, Tensor] = field(default_factory=dict)
     """Memory for received messages, by source. A transport may use it, or memory of its own."""
+    due: int = -1
+    """The step at whose end they must have arrived."""
+    later: Sequence[Exchange] = ()
+    """Messages that start now, after these, and that later steps wait for. A transport puts them into their `into`."""
 
 
 Program = Generator[Exchange | None, dict[int, Tensor] | None, T]
@@ -186,12 +190,22 @@ class Loopback:
         """Run every rank's program to completion and return the results by rank."""
         results: dict[int, T] = {}
         started: dict[int, Exchange] = {}
+        later: dict[tuple[int, int], dict[int, Exchange]] = {}  # by the step that waits, and their own
         for rank, program in enumerate(programs):
             self._resume(rank, program, None, started, results)
         while started:
             now, started = started, {}
             for rank in now:  # compute while messages are in flight
                 next(programs[rank])
+            for rank, first in now.items():
+                for exchange in first.later:
+                    later.setdefault((exchange.due, exchange.step), {})[rank] = exchange
+            number = next(iter(now.values())).step
+            for key in [key for key in later if key[0] == number]:
+                late = later.pop(key)
+                for rank, exchange in late.items():
+                    for src in exchange.receives:
+                        self._take(late, src, rank, exchange)
             for rank, exchange in now.items():
                 arrived = {src: self._take(now, src, rank, exchange) for src in exchange.receives}
                 self._resume(rank, programs[rank], arrived, started, results)
@@ -232,6 +246,10 @@ def run_alone(program: Program[T]) -> T:
         return stop.value
 
 
+Started = tuple[Exchange, dict[int, Tensor], list[tuple[int, dist.Work]]]
+"""Messages, the memory that they arrive in, by source, and their works."""
+
+
 class ProcessGroup:
     """One rank per process, over `torch.distributed`. Both ends batch matching lists of operations."""
 
@@ -242,18 +260,32 @@ class ProcessGroup:
     def run(self, program: Program[T]) -> T:
         """Run this rank's program to completion."""
         arrived: dict[int, Tensor] | None = None
+        flying: list[Started] = []
         try:
             while True:
                 exchange = program.send(arrived)
                 assert exchange is not None
                 self.running.at(exchange.step)
                 buffers, works = self._start(exchange)
+                if exchange.later:
+                    flying += [(later, *self._start(later)) for later in exchange.later]
                 next(program)  # compute while messages are in flight
+                if flying:
+                    flying = self._wait_due(flying, exchange.step)
                 self.running.wait(works)
                 arrived = self._opened(exchange, buffers) if self.checked else buffers
                 del exchange, buffers, works  # free messages before the next step allocates its own
         except StopIteration as stop:
             return stop.value
+
+    def _wait_due(self, flying: list[Started], step: int) -> list[Started]:
+        """Wait for messages of earlier steps that are due; return the others."""
+        for exchange, buffers, works in flying:
+            if exchange.due == step:
+                self.running.wait(works)
+                for src, message in self._opened(exchange, buffers).items() if self.checked else ():
+                    exchange.into[src].copy_(message)
+        return [started for started in flying if started[0].due != step]
 
     def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[tuple[int, dist.Work]]]:
         buffers = exchange.into

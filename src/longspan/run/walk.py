@@ -27,7 +27,7 @@ from longspan.planning.plan import Plan
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role
 from longspan.run.moves import NO_INDEX, Memory
 from longspan.run.packing import Format, PieceRuns, TokenStore, gather, have_all, laid_out
-from longspan.run.program import MessageBuffer, ProgramStep, RankProgram, items_of, memory_for
+from longspan.run.program import MessageBatch, MessageBuffer, ProgramStep, RankProgram, items_of, memory_for
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.run.tiles import tiles_for
 from longspan.run.transports import Program
@@ -50,10 +50,13 @@ class Messages:
     """All transfers, by source and target."""
 
 
-def messages_of(step: PlanStep, rank: int) -> Messages:
+def messages_of(step: PlanStep, rank: int, early: int | None = None) -> Messages:
+    """Return the messages of all transfers, or of those that are `early` by as many steps."""
     sends: dict[int, list[Moved]] = {}
     receives: dict[int, list[Moved]] = {}
     for t in step.transfers:
+        if early is not None and t.early != early:
+            continue
         if t.src == rank:
             sends.setdefault(t.dst, []).append(t)
         else:
@@ -113,36 +116,41 @@ class PlanWalk(ABC):
     def program(self) -> RankProgram:
         """Record all steps: start messages, compute while they are in flight, unpack what arrived."""
         recorded: list[tuple[Any, ...]] = []
+        arriving: dict[int, list[tuple[Messages, MessageBuffer]]] = {}  # by the step that waits for them
         for number, step in enumerate(self.steps):
-            messages = messages_of(step, self.rank)
             self.prepare(step)
-            sends = self._message_buffer(messages.sends) if messages.sends else None
-            if sends is not None:
-                for peer, transfers in messages.sends.items():
-                    offset, _ = sends.places[peer]
-                    for t in transfers:
-                        offset = self._pack_piece(t.piece, sends.buffer, offset)
+            batches: list[MessageBatch] = []
+            for early in sorted({0, *(t.early for t in step.transfers)}):
+                messages = messages_of(step, self.rank, early)
+                sends = self._message_buffer(messages.sends) if messages.sends else None
+                if sends is not None:
+                    for peer, transfers in messages.sends.items():
+                        offset, _ = sends.places[peer]
+                        for t in transfers:
+                            offset = self._pack_piece(t.piece, sends.buffer, offset)
+                # Messages with the same last use share a buffer.
+                lifetimes: dict[int, dict[int, list[Moved]]] = {}
+                for peer, transfers in messages.receives.items():
+                    lifetimes.setdefault(max(t.until for t in transfers), {})[peer] = transfers
+                receives = [self._message_buffer(lists) for lists in lifetimes.values()]
+                batches.append(MessageBatch(number + early, sends, receives, messages.pieces))
+                arriving.setdefault(number + early, []).extend((messages, message) for message in receives)
             pack, unaligned = self.recorder.cut(), self._take_unaligned()
-            # Messages with the same last use share a buffer.
-            lifetimes: dict[int, dict[int, list[Moved]]] = {}
-            for peer, transfers in messages.receives.items():
-                lifetimes.setdefault(max(t.until for t in transfers), {})[peer] = transfers
-            receives = [self._message_buffer(lists) for lists in lifetimes.values()]
             for compute in step.computes:
                 self.compute(compute)
             work = self.recorder.cut()
             self.drop_after(number)
-            for message in receives:
+            for messages, message in arriving.pop(number):
                 for peer, (offset, _) in message.places.items():
                     for t in messages.receives[peer]:
                         tensors, offset = self.form.tensors(self.recorder, t.piece, message.buffer, offset)
                         self.take(t, tensors)
-            recorded.append((pack, sends, receives, messages.pieces, work, self.recorder.cut(), unaligned))
+            recorded.append((pack, batches, work, self.recorder.cut(), unaligned))
         results = self.finish()
         end = items_of(self.recorder.cut())  # operations are grouped last, when buffers of states have their final size
         steps = [
-            ProgramStep(items_of(pack), sends, receives, pieces, items_of(work), items_of(unpack), unaligned)
-            for pack, sends, receives, pieces, work, unpack, unaligned in recorded
+            ProgramStep(items_of(pack), batches, items_of(work), items_of(unpack), unaligned)
+            for pack, batches, work, unpack, unaligned in recorded
         ]
         return RankProgram(steps, end, results, self.recorder.buffers, self._take_unaligned())
 
