@@ -79,11 +79,11 @@ def port_seconds(schedule: Schedule, machine: Machine) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--scheme", default="auto")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     shares: list[float] = []
     print("workload              machine   layout           scheme              pass      time ms  bound ms  exposed")
     for workload in WORKLOADS:
-        plan = workload.plan(asked.scheme)
+        plan = workload.plan(args.scheme)
         for direction in ("forward", "backward"):
             schedule = plan.schedule(direction)
             seconds = simulate(schedule, plan.machine).seconds
@@ -94,7 +94,7 @@ def main() -> None:
                 f"{workload.name:21s} {workload.machine:9s} {workload.layout:16s} {plan.scheme.name:19s} {direction:8s}"
                 f" {seconds * 1e3:8.2f} {bound * 1e3:9.2f} {shares[-1]:8.0%}"
             )
-    if asked.scheme == "auto" and shares[0] > BAR:
+    if args.scheme == "auto" and shares[0] > BAR:
         sys.exit(f"{shares[0]:.0%} of the first pass waits for messages, more than {BAR:.0%}")
 
 
