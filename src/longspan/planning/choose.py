@@ -229,6 +229,8 @@ class Floor:
             forward, backward = self._all_rows(candidate)
             ahead, back = max(ahead, forward), max(back, backward)
         hops = groups - 1 if candidate.inner is PLANNERS["ring"] else 0
+        if candidate.inner is PLANNERS["staged"] and groups > 1:
+            hops = candidate.problem.num_early_stages - 1  # a kernel, and messages from one group at least
         # Operations and messages: a kernel and its copies, and for each hop a pack, a start and, in backward, a sum.
         ops, messages = [2.0 + 2 * hops, 4.0 + 3 * hops], [2.0 * hops, 2.0 * hops]
         if heads > 1:
