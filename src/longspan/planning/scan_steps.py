@@ -176,7 +176,11 @@ class StateTransfer:
     piece: ChainPiece
     until: int
     """The last step in which it may be used."""
-    early: ClassVar[int] = 0
+
+    @property
+    def early(self) -> int:
+        """Messages of scans are waited for in their own step."""
+        return 0
 
     def __repr__(self) -> str:
         return f"{self.src}>{self.dst} {self.piece!r}"
