@@ -111,7 +111,9 @@ def _prepare(self: Plan, rank: int, device: _Any = "cpu", *, kernel: str = "auto
         raise PlanError(
             f"rank must be 0 to {self.layout.world_size - 1}, but got {rank!r}. Pass this process's rank in the group."
         )
-    ops.prepare(self, int(rank), torch.device(device), kernel, backward=backward)
+    where = torch.device(device)
+    where = torch.device("cpu") if where.type == "cpu" else where  # the Hugging Face Trainer numbers CPUs by rank
+    ops.prepare(self, int(rank), where, kernel, backward=backward)
 
 
 def _plan_of(self: _MicroBatch, **sizes: _Any) -> Plan:

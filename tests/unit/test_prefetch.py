@@ -131,6 +131,15 @@ def test_other_ranks_are_refused(rank):
         _plan(13).prepare(rank)
 
 
+def test_cpus_with_a_number_are_the_cpu(monkeypatch):
+    recorded = _counted(monkeypatch)
+    plan = _plan(19)
+    plan.prepare(0, "cpu:1")
+    plan.prepare(0, "cpu")
+    _call(plan)
+    assert len(recorded) == 2
+
+
 def test_batches_come_in_order_and_one_ahead():
     begun = []
 
@@ -192,3 +201,4 @@ def test_a_program_that_ends_inside_the_loop_exits_with_its_own_status(end, stat
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == status, done.stderr
+    assert "Exception ignored" not in done.stderr

@@ -283,8 +283,6 @@ class StepLoader:
         numbers = numbers_of(part.micro, part.layout.seq_len)
         whole = Whole(1, part.layout.seq_len, None, numbers if numbers.any() else None)
         device = self.trainer.args.device
-        if device.type == "cpu":  # the Trainer numbers CPUs by rank
-            device = torch.device("cpu")
         for kind, *sizes in list(self._kinds):
             if not isinstance(kind, tuple) or "chunk" in repr(kind):  # of a convolution or recurrence; by positions
                 continue

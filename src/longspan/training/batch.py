@@ -473,9 +473,11 @@ def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
     """
     stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
     source = iter(batches)
+    prefetching, threads = PREFETCHING, set[int]()  # not globals: this may end after modules were cleared, at exit
 
     def start() -> None:
-        PREFETCHING.add(threading.get_ident())
+        threads.add(threading.get_ident())
+        prefetching.add(threading.get_ident())
         if stream is not None:
             torch.accelerator.set_stream(stream)  # also makes its device current
 
@@ -484,11 +486,11 @@ def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
             return (prepare(batch),)
         return None
 
-    with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
-        try:
+    try:
+        with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
             future = worker.submit(step)
             while (found := future.result()) is not None:
                 future = worker.submit(step)
                 yield found[0]
-        finally:
-            worker.submit(lambda: PREFETCHING.discard(threading.get_ident()))
+    finally:
+        prefetching.difference_update(threads)  # another thread may get the number
