@@ -2,6 +2,7 @@
 
 import html
 import http.server
+import json
 import os
 import re
 import shlex
@@ -194,8 +195,6 @@ def test_report_of_a_file_of_lengths(capsys, tmp_path, monkeypatch):
 
 
 def test_report_json_and_refusals(capsys, tmp_path):
-    import json
-
     out = tmp_path / "r.html"
     assert main(["report", *WORKLOADS[0], "--out", str(out), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -205,6 +204,54 @@ def test_report_json_and_refusals(capsys, tmp_path):
     assert "--seq" in capsys.readouterr().err
     assert main(["report", *WORKLOADS[0], "--out", str(tmp_path / "no" / "r.html")]) == 2
     assert "there is no directory" in capsys.readouterr().err
+
+
+MODELS = [
+    ["--model", "qwen3-8b", "--seq", "32k", "--ranks", "4", "--memory", "80", "--price", "2.5"],
+    [
+        "--model",
+        "qwen3-8b",
+        "--docs",
+        "longtail",
+        "--seq",
+        "32k",
+        "--offload",
+        "inputs,optimizer",
+        "--mlp-chunks",
+        "4",
+        "--lora",
+        "8",
+    ],
+    ["--model", "gpt-oss-20b", "--seq", "16k", "--ranks", "2", "--no-checkpointing"],
+]
+
+
+@pytest.mark.parametrize("words", MODELS, ids=lambda words: " ".join(words)[:40])
+def test_report_of_a_model_says_what_plan_says(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert main(["report", *words]) == 0
+    page = (tmp_path / "report.html").read_text()
+    text = check_safe(page).text
+    assert figures["model"]["name"] in text
+    assert bytes_text(figures["peak_bytes"]) in text
+    (command,) = (html.unescape(part) for part in re.findall(r"<pre>(.*?)</pre>", page, flags=re.S))
+    assert main(shlex.split(command)[1:]) == 0
+    assert (tmp_path / "report.html").read_text() == page
+
+
+def test_report_of_a_model_that_does_not_fit_and_refusals(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--model", "qwen3-8b", "--seq", "1M", "--ranks", "1", "--memory", "24"]) == 1
+    assert "in 24 GB: no, because" in check_safe((tmp_path / "report.html").read_text()).text
+    for words, name in (
+        (["--model", "qwen3-8b", "--seq", "32k", "--gpus", "8"], "--gpus"),
+        (["--model", "qwen3-8b", "--seq", "32k", "--q-heads", "8"], "--q-heads"),
+        (["--seq", "32k", "--memory", "80"], "--memory"),
+    ):
+        assert main(["report", *words]) == 2
+        assert name in capsys.readouterr().err
 
 
 # -- a browser ------------------------------------------------------------------------------------------------------

@@ -344,7 +344,8 @@ def read_config(path: Path) -> tuple[str, ModelSizes, tuple[str, ...]]:
     return name, sizes, (QUANTIZED,) if config.get("quantization_config") else ()
 
 
-def run(args: argparse.Namespace) -> int:
+def planned(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | None]:
+    """Plan the step that the arguments describe; return also whether it fits, if they state the memory."""
     with progress(args, "planning every kind of layer"):
         name, sizes, notes = read_model(args)
         workload = Workload.of(args)
@@ -361,7 +362,11 @@ def run(args: argparse.Namespace) -> int:
         step = ModelWorkload(name, sizes, workload, recipe, args.data_parallel, notes).on(args.ranks)
         if args.price is not None and (why := step.why_no_time()) is not None:
             raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
-        fit = None if args.memory is None else check_fit(step, args.memory)
+        return step, None if args.memory is None else check_fit(step, args.memory)
+
+
+def run(args: argparse.Namespace) -> int:
+    step, fit = planned(args)
     if args.json:
         print_json("plan", figures(step, fit, args.price))
     else:

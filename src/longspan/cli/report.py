@@ -1,25 +1,32 @@
 """One self-contained HTML file that explains a plan to a colleague: choices, reasons, pictures, numbers, how to repeat.
 
 longspan report --seq 1M --docs longtail --ranks 64 --out report.html
+longspan report --model qwen3-8b --seq 256k --ranks 8 --memory 80
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import longspan
-from longspan.cli.output import print_json, progress, to_write
+from longspan.cli import plan_model
+from longspan.cli.command import FAILED, FINE
+from longspan.cli.output import Column, Row, Screen, print_json, progress, to_write
+from longspan.cli.plan import DEFAULT_RANKS
 from longspan.cli.workload import KINDS, STRIPE, Workload
 from longspan.cli.workload import add_arguments as add_workload
+from longspan.errors import PlanError
 from longspan.planning.machine import MACHINES
-from longspan.viz.report import report_html
+from longspan.viz.report import facts_html, paragraph_html, report_html, table_html
 
 _OPTIONS = {  # option: default, which is left out of the command
     "seq": None, "ranks": 8, "docs": "causal", "window": None, "seed": 0, "q_heads": 32, "kv_heads": 8,
     "head_dim": 128, "v_head_dim": None, "batch": 1, "dtype": "bfloat16", "machine": None, "scheme": "auto",
-    "layout": "balanced", "fetch_bytes": None, "title": None,
+    "layout": "balanced", "fetch_bytes": None, "title": None, "model": None, "config": None, **plan_model.SWITCHES,
 }  # fmt: skip
 _LISTED = 24
 """Documents whose lengths are written out."""
@@ -30,28 +37,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=to_write(".html", ".htm"), default=Path("report.html"), metavar="FILE", help="(report.html)"
     )
     parser.add_argument("--title", help="the title of the report")
+    plan_model.add_arguments(parser)
     add_workload(parser)
+    parser.set_defaults(ranks=None, **dict.fromkeys(plan_model.FROM_MODEL))
 
 
 def run(args: argparse.Namespace) -> int:
-    workload = Workload.of(args)
-    with progress(args, "planning and drawing"):
-        plan = workload.plan(args.ranks)
-        text = report_html(
-            plan,
-            title=args.title,
-            command=command_of(args),
-            python=python_of(workload, args, plan.fingerprint),
-            extra_inputs=(("given as", workload.docs),) if workload.docs != "as given" else (),
-            version=longspan.__version__,
-        )
+    if args.gpus is not None:
+        raise PlanError("--gpus must not be set: a report is of one configuration. Search with `longspan plan` first.")
+    has_model = plan_model.has_model(args)
+    args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
+    options: dict[str, Any] = {"title": args.title, "command": command_of(args), "version": longspan.__version__}
+    fits = True
+    if has_model:
+        step, fit = plan_model.planned(args)
+        if not step.plans:
+            raise PlanError(f"{step.model.name} has no attention layer to report on. Use `longspan plan --model`.")
+        fits, workload, sheet = fit is None or fit["fits"], step.model.workload, Sheet()
+        plan_model.show(step, fit, args.price, sheet)
+        # Of several kinds of attention, the one that takes most of the step.
+        kinds = step.model.sizes.attentions
+        plan = max(step.plans.items(), key=lambda item: kinds[item[0]] * item[1].chosen.seconds)[1]
+        options |= {"title": args.title or sheet.heading, "section": "\n".join(sheet.parts)}
+    else:
+        workload = Workload.of(args)
+        with progress(args, "planning"):
+            plan = workload.plan(args.ranks)
+        options["python"] = python_of(workload, args, plan.fingerprint)
+    options["extra_inputs"] = (("given as", workload.docs),) if workload.docs != "as given" else ()
+    with progress(args, "drawing"):
+        text = report_html(plan, **options)
     args.out.write_text(text, encoding="utf-8")
     if args.json:
         answer = {"out": str(args.out), "num_bytes": len(text.encode()), "fingerprint": plan.fingerprint}
         print_json("report", {"workload": workload.as_json(), "scheme": plan.scheme.name, **answer})
     else:
         print(f"wrote {args.out}: {plan.scheme.name}, plan {plan.fingerprint[:12]}, {len(text.encode()):,} bytes")
-    return 0
+    return FINE if fits else FAILED
+
+
+class Sheet(Screen):
+    """What `plan --model` prints, as HTML."""
+
+    def __init__(self) -> None:
+        self.heading, self.parts = "", ["<h2>Model</h2>"]
+
+    def title(self, text: str) -> None:
+        self.heading = text
+
+    def facts(self, facts: Sequence[tuple[str, str]]) -> None:
+        self.parts.append(facts_html(facts))
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+        chosen = next((number for number, row in enumerate(rows) if row.chosen), None)
+        self.parts.append(table_html([column.head for column in columns], [row.cells for row in rows], chosen))
+
+    def text(self, text: str = "", style: str = "") -> None:  # noqa: ARG002
+        self.parts.append(paragraph_html(text, "note" if text else ""))
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -60,7 +102,8 @@ def command_of(args: argparse.Namespace) -> str:
     for name, default in _OPTIONS.items():
         value = getattr(args, name)
         if value != default:
-            words += ["--" + name.replace("_", "-"), str(value)]
+            words += ["--" + name.replace("_", "-")]
+            words += [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
     words += ["--keep"] if args.keep else []
     return shlex.join([*words, "--out", args.out.name])
 

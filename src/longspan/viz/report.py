@@ -90,12 +90,14 @@ def _figure(scene: Scene, caption: str = "") -> str:
     return f"<figure>{scene.svg()}{text}</figure>"
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
+def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     lines = (f"<tr><th>{escaped(name)}</th><td>{escaped(text)}</td></tr>" for name, text in facts)
     return '<div class="wide"><table class="facts">' + "".join(lines) + "</table></div>"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str | tuple[str, float]]], chosen: int | None = None) -> str:
+def table_html(
+    heads: Sequence[str], rows: Iterable[Sequence[str | tuple[str, float]]], chosen: int | None = None
+) -> str:
     """Return rows under heads, one of them marked. A cell (text, share) has a bar of that share below its text."""
     lines = ["<tr>" + "".join(f"<th>{escaped(name)}</th>" for name in heads) + "</tr>"]
     for number, row in enumerate(rows):
@@ -109,7 +111,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str | tuple[str, float]
     return '<div class="wide"><table>' + "".join(lines) + "</table></div>"
 
 
-def _paragraph(text: str, kind: str = "") -> str:
+def paragraph_html(text: str, kind: str = "") -> str:
     mark = f' class="{kind}"' if kind else ""
     return f"<p{mark}>{escaped(text)}</p>"
 
@@ -144,7 +146,7 @@ def notebook_html(value: Mask | Layout | Plan | ScanPlan) -> str:
         else:
             scene = mask_picture(value, title=repr(value), ask=False)
     except LongspanError as error:
-        return f"<pre>{escaped(repr(value))}</pre>" + _paragraph(str(error))
+        return f"<pre>{escaped(repr(value))}</pre>" + paragraph_html(str(error))
     drawn = f'<div style="max-width:{scene.width:.0f}px;overflow-x:auto">{scene.svg()}</div>'
     if not isinstance(value, Plan):
         return drawn
@@ -160,8 +162,8 @@ def notebook_html(value: Mask | Layout | Plan | ScanPlan) -> str:
         rows.append((mark, reason.scheme, *times, *num_bytes))
     return (
         drawn
-        + _table(heads, rows)
-        + _paragraph(
+        + table_html(heads, rows)
+        + paragraph_html(
             f"Times are simulated on {value.machine.name}, for {value.kernel_assumed}. Bytes are the most of any rank;"
             " memory is of ranks likely to be busiest."
         )
@@ -181,6 +183,7 @@ def report_html(
     command: str | None = None,
     python: str | None = None,
     extra_inputs: tuple[tuple[str, str], ...] = (),
+    section: str = "",
     version: str = "",
 ) -> str:
     """Return the report of a plan as the text of a self-contained HTML file.
@@ -191,6 +194,7 @@ def report_html(
         command: Shell command that makes the same report.
         python: Lines of Python that make the same plan.
         extra_inputs: More (name, text) rows of the table of inputs.
+        section: HTML between the figures and the inputs, such as what a whole model needs.
         version: Version of Longspan, for the footer.
     """
     name = title or f"{count_text(plan.layout.seq_len)} tokens on {plan.layout.world_size} ranks"
@@ -210,7 +214,7 @@ def report_html(
     )
     parts = [
         f"<h1>{escaped(name)}</h1>",
-        _paragraph(
+        paragraph_html(
             f"Attention over {count_text(plan.layout.seq_len)} tokens is split over {plan.layout.world_size} ranks by"
             f" {plan.scheme.name}: predicted {seconds_text(chosen.forward_seconds)} forward and"
             f" {seconds_text(chosen.backward_seconds)} backward, with at most {bytes_text(received)} received and"
@@ -220,13 +224,14 @@ def report_html(
         '<div class="cards">',
         *(f'<div class="card"><b>{escaped(value)}</b><span>{escaped(label)}</span></div>' for value, label in cards),
         "</div>",
-        _paragraph(
+        paragraph_html(
             f"Times are simulated on the machine {plan.machine.name}, for {plan.kernel_assumed}; nothing here was run"
             " on a GPU. Bytes follow from the plan and are what the transport sends.",
             "note",
         ),
+        section,
         "<h2>Inputs</h2>",
-        _facts((*_inputs(plan), *extra_inputs)),
+        facts_html((*_inputs(plan), *extra_inputs)),
         "<h2>Chosen scheme, and why</h2>",
         *_choice(plan, chosen, received),
         "<h2>Pictures</h2>",
@@ -237,7 +242,7 @@ def report_html(
         *_machine(plan.machine, plan.machine_assumed),
         "<h2>Reproduce</h2>",
         *(f"<pre>{escaped(lines)}</pre>" for lines in (command, python) if lines),
-        _paragraph(
+        paragraph_html(
             "Plans are pure functions of their arguments: the same arguments give the fingerprint"
             f" {plan.fingerprint[:12]}… again."
         ),
@@ -294,7 +299,7 @@ def _choice(plan: Plan, chosen: Reason, most_received: int) -> Iterator[str]:
     if plan.compared and gather and most_received and gather is not chosen:
         times = three(gather.bytes_received / most_received)
         text += f" An all-gather would make the busiest rank receive {times} times the bytes."
-    yield _paragraph(text)
+    yield paragraph_html(text)
 
     longest = max(reason.seconds for reason in plan.reasons) or 1.0
     rows: list[tuple[str | tuple[str, float], ...]] = []
@@ -307,8 +312,8 @@ def _choice(plan: Plan, chosen: Reason, most_received: int) -> Iterator[str]:
         num_bytes = bytes_text(reason.bytes_received), bytes_text(reason.peak_bytes), _workspace(reason)
         rows.append((reason.scheme, *passes, (seconds, share), seconds_text(reason.host_seconds), *num_bytes))
     heads = ("scheme", "forward", "backward", "both", "host", "received", "peak", "in kernels")
-    yield _table(heads, rows, chosen=plan.reasons.index(chosen))
-    yield _paragraph(
+    yield table_html(heads, rows, chosen=plan.reasons.index(chosen))
+    yield paragraph_html(
         "Host is how long a host is busy with queueing both passes, in parallel with its device. Received is the most"
         " of any rank, both passes together; peak is memory in addition to a rank's own q, k, v, results and gradients,"
         " and to what kernels allocate inside. Peaks are the largest of ranks likely to be busiest, of"
@@ -329,7 +334,7 @@ def _pictures(plan: Plan) -> Iterator[str]:
         " spread over ranks.",
     )
     if plan.layout.world_size > MAX_RANKS:
-        yield _paragraph(
+        yield paragraph_html(
             f"Timeline, traffic and memory are left out: they need the steps of every rank, and are drawn for"
             f" {MAX_RANKS} ranks or fewer. The figures of the busiest ranks are in the table below.",
             "note",
@@ -362,7 +367,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
             columns: list[Sequence[float]] = [*(run.timeline.finished for run in both), _received(plan), _peaks(plan)]
             shown |= {values.index(max(values)) for values in columns}
         ranks = sorted(shown)
-        yield _paragraph(f"Of {size} ranks, {which}, the first and the last.")
+        yield paragraph_html(f"Of {size} ranks, {which}, the first and the last.")
     work = plan.scheme.work.astype(float)
     share = work / (work.sum() or 1.0)
     rows: list[list[str]] = []
@@ -372,10 +377,10 @@ def _numbers(plan: Plan) -> Iterator[str]:
         finished = (seconds_text(run.timeline.finished[rank]) for run in both)
         rows.append([*row, bytes_text(plan.peak_bytes(rank)), *finished])
     heads = ["rank", "tokens", "pairs", "received forward", "received backward", "peak"]
-    yield _table([*heads, *(f"{run.direction} done" for run in both)], rows)
+    yield table_html([*heads, *(f"{run.direction} done" for run in both)], rows)
     if both:
         totals = [sum(run.timeline.bytes_received) for run in both]
-        yield _paragraph(
+        yield paragraph_html(
             f"All ranks together receive {bytes_text(totals[0])} in forward and {bytes_text(totals[1])} in backward"
             f" ({count_text(totals[0])} and {count_text(totals[1])} bytes).",
             "muted",
@@ -384,7 +389,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 def _machine(machine: Machine, is_assumed: bool) -> Iterator[str]:
     if is_assumed:
-        yield _paragraph("No machine was named, so this one was assumed.", "note")
+        yield paragraph_html("No machine was named, so this one was assumed.", "note")
     links = [
         f"{rate_text(link.bandwidth, 'B/s')} and {seconds_text(link.latency)} latency"
         + (f" inside a node of {link.ranks}" if link.ranks < 1 << 20 else " to all other ranks")
@@ -396,7 +401,7 @@ def _machine(machine: Machine, is_assumed: bool) -> Iterator[str]:
         host = f"queues, ahead of the device: {times[0]} per operation, {times[1]} per message, {times[2]} per call"
     shares = f"{machine.forward_share:.3g} of it forward, {machine.backward_share:.3g} backward"
     copies = f"{rate_text(machine.copy_bandwidth, 'B/s')}; {seconds_text(machine.op_seconds)} per operation"
-    yield _facts(
+    yield facts_html(
         (
             ("name", machine.name),
             ("source of figures", machine.source),
