@@ -154,7 +154,7 @@ def test_plan_fits_one_screen_and_says_why(longspan):
     assert max(map(len, lines)) <= 100
     for label in ("mask", "tensors", "machine", "kernel", "layout", "received", "memory", "predicted", "host", "why"):
         assert any(line.startswith(f"  {label} ") for line in lines), label
-    assert "the quickest of 12 schemes" in out
+    assert "the quickest of 13 schemes" in out
     figures = r" +[\d.]+ ms" * 3 + r" +[\d.]+ GiB" * 3
     assert re.search(rf"^\* hybrid\(8,exchange\){figures}$", out, re.MULTILINE)
     assert re.search(r"^  ring +at least \d+ ms in all, for its pairs and bytes alone$", out, re.MULTILINE)

@@ -55,7 +55,7 @@ MUTANTS = {
     "all that fit are listed": (recommend.best_of, "[:NUMBER]", ""),
     "the last divisor is forgotten": (recommend.divisors, "number + 1", "number"),
     "one kernel is tried": (recommend.Request.planned, "in self.machines:", "in self.machines[:1]:"),
-    "one scheme is tried": (recommend.Request.planned, "in SCHEMES if", "in SCHEMES[:1] if"),
+    "one scheme is tried": (recommend.Request.planned, "(SCHEMES if", "(SCHEMES[:1] if"),
     "a named scheme is ignored": (recommend.Request.planned, "if self.scheme is None else (self.scheme,)", ""),
     "equal schemes are tried again": (recommend.Request.planned, "if names not in seen:", "if True:"),
     "the optimizer stays": (recommend.Request.recipes.fget, "(False, True)", "(False,)"),
