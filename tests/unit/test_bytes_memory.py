@@ -94,12 +94,12 @@ def _jobs(plan, kernel):
 
 
 def _messages(plan, direction):
-    """How many messages go from rank to rank: one in every step in which anything does."""
+    """How many messages go from rank to rank: one in every step for each step that waits for any."""
     found = {}
     for rank in range(plan.layout.world_size):
         for step in plan.steps(rank, direction):
-            for pair in {(t.src, t.dst) for t in step.transfers if t.src == rank}:
-                found[pair] = found.get(pair, 0) + 1
+            for *pair, _ in {(t.src, t.dst, t.early) for t in step.transfers if t.src == rank}:
+                found[tuple(pair)] = found.get(tuple(pair), 0) + 1
     return found
 
 

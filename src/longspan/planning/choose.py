@@ -83,6 +83,8 @@ TIE = 0.01
 LARGE = 6e-3
 """Seconds from which hybrids are estimated only for the largest groups and groups of whole nodes. Others win by more
 than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
+MAX_STAGED = 256
+"""Ranks up to which stages are compared: simulating them takes longer than the other schemes."""
 MAX_RING = 128
 """Ranks of a ring up to which all of them are estimated: their steps grow with the square."""
 GAIN = 0.02
@@ -181,7 +183,7 @@ def candidates(problem: Problem) -> Iterator[str]:
     yield from (f"hybrid({heads},exchange)" for heads in groups)
     if 1 < size <= sizes.q_heads:
         yield "all_to_all"
-    if problem.node < size:
+    if problem.node < size <= MAX_STAGED:
         yield from (f"hybrid({heads},staged)" for heads in groups if heads % problem.node == 0)
     others = [name for name in PLANNERS if name not in ("exchange", "staged")]
     yield from (f"hybrid({heads},{inner})" for heads in groups for inner in others)
@@ -285,6 +287,7 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
     if floor.seconds(first) > LARGE:
         size, most = problem.layout.world_size, max((o.heads for o in others if o.name != "all_to_all"), default=1)
         others = [o for o in others if o.heads in (1, most, size) or o.heads % machine.node == 0]
+        others = [o for o in others if o.inner is not PLANNERS["staged"]]  # kernels this long hide messages
     times = [(estimated(first, machine, keep=keep), first)]
     best = times[0][0].seconds
     for bound, other in sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0]):
