@@ -300,7 +300,8 @@ def _simulate(compute: Floats, ops: Floats, sent: Ints, machine: Machine) -> tup
     src, dst = np.divmod(pair, size)
     added = np.zeros(len(keys), dtype=np.bool_)
     added[np.searchsorted(keys, every[(sent[4] > 0) & (sent[3] > 0)])] = True
-    sides = [(end * num + step, end * num + step + early, num_bytes, added) for end in (src, dst)]
+    starts = [end * num + step for end in (src, dst)]
+    sides = [(at, at if most == 1 else at + early, num_bytes, added) for at in starts]
     work = message_work(sides[0], sides[1], size * num, machine)
     count, packed, packs, unpacked, unpacks = work.reshape(5, size, num)
     pack, unpack = (

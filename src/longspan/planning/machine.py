@@ -351,7 +351,7 @@ def message_work(sent: Messages, got: Messages, num: int, machine: Machine) -> F
     packed, unpacked = (2.0 * np.bincount(step, m[2], num) for step, m in ((sent[0], sent), (got[1], got)))
     targets, sources, added = (np.bincount(step, minlength=num) for step in (sent[0], got[0], got[1][got[3]]))
     starts = ends = (targets + sources > 0).astype(np.int64)
-    if any((m[0] != m[1]).any() for m in (sent, got)):
+    if any(m[0] is not m[1] and (m[0] != m[1]).any() for m in (sent, got)):
         batches = np.unique(np.concatenate([m[0] * num + m[1] for m in (sent, got)]))
         starts, ends = (np.bincount(step, minlength=num) for step in np.divmod(batches, num))
     ops = (starts + targets, added) if machine.one_launch else (starts, ends)
