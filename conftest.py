@@ -95,6 +95,14 @@ def _one_torch_thread():
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _end_pools():
+    """End the rank pools of a file with it."""
+    yield
+    if (pools := sys.modules.get("tests.pool")) is not None:
+        pools.end_all()
+
+
 @pytest.fixture
 def longspan(capsys):
     """Runs a command in this process: (exit code, stdout, stderr)."""

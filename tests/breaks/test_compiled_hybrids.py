@@ -4,7 +4,7 @@ gradients stay those of the same model without it, in every batch of other lengt
 import pytest
 
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 from tests.breaks import compiled_hybrids_work as work
@@ -29,12 +29,6 @@ OTHERS = [
     ),
     *((family, work.WRAPPER_SHARDED, "inductor", False, 2) for family in ("lfm2", "falcon_h1", "llama")),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize(("family", "way", "backend", "is_used_before", "num_batches"), OTHERS if NIGHTLY else ALWAYS)

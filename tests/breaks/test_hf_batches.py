@@ -8,7 +8,7 @@ import pytest
 
 from tests.breaks import hf_batches_work as work
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -26,12 +26,6 @@ REFUSED = {
     },
 }
 """Cells that are refused, by words of the message; all others are exact."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize("family", work.FAMILIES if NIGHTLY else IN_CI)

@@ -8,7 +8,7 @@ Limits of lower precision are the errors of one device in the same dtype.
 import pytest
 
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 from tests.breaks import hf_models_work as models
@@ -26,12 +26,6 @@ LIMIT = 1e-10
 TIMES = 8
 """By so much errors of float32 and bfloat16 may be larger over ranks than on one device: sums have another order."""
 LAYOUTS = ("balanced", "zigzag", "contiguous")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def nightly(always, others):

@@ -26,18 +26,12 @@ from longspan.huggingface.trial import Form
 from tests.breaks import model_checks_work as work
 from tests.hosts.hf_work import SIZES
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 TIMEOUT = 500.0
 EXACT = 1e-5
 """Of float32, a dozen times what a model without hooks is off."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,13 @@ import pytest
 
 from tests.breaks import torch_api_work as work
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 TIMEOUT = 200.0
 SEEDS, STEPS = (range(30), 60) if NIGHTLY else (range(4), 30)
 FLEX = [(None, True), (128, False), (256, False)]  # length of a block mask, and whether it was compiled before
 FLEX += [(None, False), (128, True), (256, True)] if NIGHTLY else []
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def run(function, *args, world=2):

@@ -5,7 +5,7 @@ import pytest
 
 from tests.breaks import trainer_work as work
 from tests.lanes import share
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -24,12 +24,6 @@ RUNS = [
     ("lfm2", True, {"label_smoothing_factor": 0.1}),
 ]
 FSDP = "the model must be sharded by FSDP, because of"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def over_ranks(world, function, *args):

@@ -5,16 +5,10 @@ import pytest
 
 from tests.gloo import batches_work as work
 from tests.lanes import NIGHTLY
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 STEPS = 500 if NIGHTLY else 20
 pytestmark = pytest.mark.timeout(900 if NIGHTLY else 150)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def test_summed_gradients_are_those_of_one_device():

@@ -4,16 +4,10 @@ import pytest
 
 from tests.conv_cases import NAMES
 from tests.gloo import conv_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 NUM_CASES = {2: 40, 3: 40, 4: 40}
 CHUNK = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.share(3)

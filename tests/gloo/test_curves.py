@@ -11,19 +11,13 @@ from benchmarks.curve_picture import draw
 from benchmarks.curve_text import packed_row
 from benchmarks.curves import Curve, Family
 from tests.jobs.runner import torchrun
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 ROOT = Path(__file__).parents[2]
 STEPS, SEQ_LEN = 20, 128
 WAIT = 200.0
 LIMIT = 1e-5
 """Ten times below what 200 steps are allowed; float32 leaves 1e-6 here."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def on_two_ranks(name, steps, dp, cp, mistake=None):

@@ -32,7 +32,7 @@ from longspan.spans import as_table, intersect
 from longspan.testing import run_loopback
 from tests.cases import random_mask
 from tests.gloo import chunk_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 from tests.simulation.network import Network
 
 torch.set_num_threads(1)
@@ -307,12 +307,6 @@ def test_other_orders_are_noticed(mutant, monkeypatch):
         noticed += [other_bits(alone, found) for found in others]
     remembered.cache_clear()
     assert any(noticed)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,15 +5,9 @@ import torch
 
 from longspan.run import group as trust_group
 from tests.gloo import lazy_group
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 WORLD = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def test_all_ranks_come_to_the_first_operation():

@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 
 from tests.gloo import gloo_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 NUM_CASES = {2: 220, 3: 120, 4: 120, 8: 48}
 CHUNK = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.share(6)

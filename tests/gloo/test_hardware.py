@@ -5,16 +5,10 @@ import pytest
 import longspan as ls
 from longspan.errors import PlanError
 from tests.gloo import hardware_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 WORLD = 4
 H100, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def machines(hosts, gpus, kernels=("FA2",) * WORLD, *, by_store=False):

@@ -4,15 +4,9 @@ import pytest
 
 from tests.gloo import head_work
 from tests.head_cases import BAR
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 WAIT = 200.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.timeout(240)

@@ -3,15 +3,9 @@
 import pytest
 
 from tests.gloo import prefetch_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytestmark = pytest.mark.timeout(150)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "all_to_all", "auto"])

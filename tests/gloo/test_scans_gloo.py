@@ -5,17 +5,11 @@ import pytest
 import torch
 
 from tests.gloo import scan_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 from tests.spread_cases import LIMIT
 
 NUM_CASES = {2: 120, 3: 96, 4: 96}
 CHUNK = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.share(4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.gloo import score_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 from tests.score_cases import LIMIT
 
 CASES = {2: 24, 3: 20, 4: 16}
@@ -12,12 +12,6 @@ CHUNK = 8
 TIMEOUT = 200.0
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def seeds_of(world, first):

@@ -17,7 +17,7 @@ import longspan as ls
 from longspan.scoring.biases import RelativeBias
 from longspan.torchtitan.masks import Shards
 from tests.gloo import sealed_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 WAIT = 200.0
 MASK = ls.masks.documents([5, 11]) & ls.masks.causal()
@@ -45,12 +45,6 @@ WALKERS = {
     "accelerate's precision": lambda x: accelerates("convert_to_fp32")(x),
     "pytree": lambda x: pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16(), x),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize("walker", WALKERS)

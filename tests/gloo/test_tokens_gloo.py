@@ -4,13 +4,7 @@ process; under FSDP2, which averages; and shards of another layout, refused on e
 import pytest
 
 from tests.gloo import token_work
-from tests.pool import end_all, pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
+from tests.pool import pool
 
 
 @pytest.mark.timeout(240)

@@ -16,16 +16,10 @@ from longspan.training.batch import document_numbers
 from tests.cases import LAYOUTS, random_layout, random_lengths
 from tests.gloo import training_work
 from tests.jobs.runner import torchrun
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 ROOT = Path(__file__).parents[2]
 WAIT = 200.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 # -- what a rank is fed ------------------------------------------------------------------------------------------------

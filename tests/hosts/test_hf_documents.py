@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.hosts import hf_documents_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.timeout(400)
 TIMEOUT = 240
 CLOSE = 5e-6
 """Equal to five decimals."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.fixture(scope="module")

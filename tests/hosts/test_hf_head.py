@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hosts import hf_head_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 
@@ -11,12 +11,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::Depr
 EXACT = 2e-6
 """Of float64 models in which transformers computes norms and its loss in float32; proofs go to 1e-9."""
 CLOSE = 2e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def run(function):

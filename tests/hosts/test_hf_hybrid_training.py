@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_hybrid_training_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::Depr
 TIMEOUT = 300.0
 RUNS = [("qwen3_next", 4), ("nemotron_h", 2), ("qwen3_next", 2), ("nemotron_h", 4)]
 SLACK = 3.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @functools.cache

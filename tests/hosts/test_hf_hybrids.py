@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_hybrid_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 from tests.hosts import hf_versions
@@ -25,12 +25,6 @@ OLD = () if hf_versions.HAS_HYBRIDS else (hf_versions.REFUSED_BEFORE, "but got '
 """What else refusals may say before transformers 5.15."""
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 _judged = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_losses_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -23,12 +23,6 @@ WAYS = {"shifts": SHIFTS, "in_place": IN_PLACE, "worst_token": WHOLE_LOSS, "read
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("losses"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.share(3)

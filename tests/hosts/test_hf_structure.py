@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hosts import hf_structure_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 from longspan.huggingface.structure import find_unverified_module
@@ -13,12 +13,6 @@ from tests.hosts import hf_used_work, hf_versions
 TIMEOUT = 200.0
 LIMIT = 2e-5
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def run(function, *args):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.hosts import hf_training_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -26,12 +26,6 @@ CLOSE = 5e-6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("trainings")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @functools.cache

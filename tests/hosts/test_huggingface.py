@@ -9,7 +9,7 @@ import torch
 
 from tests.hosts import hf_work as work
 from tests.hosts.hf_versions import checkpoint_layers
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 from tests.hosts import hf_versions
@@ -17,12 +17,6 @@ from tests.hosts import hf_versions
 TIMEOUT = 250.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 LIMIT = 1e-6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def run(function, *args, world=2):

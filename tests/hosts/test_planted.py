@@ -9,16 +9,10 @@ pytest.importorskip("transformers")
 
 from tests.hosts import planted, planted_work
 from tests.lanes import share
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 ROUNDING = 1e-5
 """Of eager attention in float64 models, whose softmax is in float32."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def outcomes(which, trust, cache):

@@ -7,18 +7,12 @@ import torch
 
 from tests.hosts import hf_proof_work as work
 from tests.pace import quiet_seconds
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 hf = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 TIMEOUT = 200.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.fixture(autouse=True)

@@ -8,16 +8,10 @@ import pytest
 
 from benchmarks import rival, rival_models
 from longspan import huggingface
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs" / "rival.md"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def test_the_page_has_every_cell_and_none_of_longspan_is_wrong():

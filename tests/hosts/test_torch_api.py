@@ -3,16 +3,10 @@
 import pytest
 
 from tests.hosts import torch_api_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 TIMEOUT = 200.0
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def run(function, *args, world=2):

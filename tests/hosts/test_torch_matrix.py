@@ -6,15 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import torch_matrix
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch_matrix.md"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @pytest.mark.timeout(300)

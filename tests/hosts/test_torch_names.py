@@ -8,15 +8,8 @@ from torch.distributed.tensor.experimental import _attention as pytorch
 from longspan.torch_api import _attention as names
 from tests.hosts import torch_names_work as work
 from tests.hosts.test_torch_api import assert_exact, run
-from tests.pool import end_all
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def test_every_name_is_there_with_pytorchs_arguments():

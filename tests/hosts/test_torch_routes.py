@@ -5,15 +5,8 @@ import pytest
 from longspan.torch_api import routes
 from tests.hosts import torch_routes_work as work
 from tests.hosts.test_torch_api import assert_exact, run
-from tests.pool import end_all
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def test_flex_attention_of_pytorch_is_over_all_ranks():

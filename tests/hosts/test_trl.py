@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.hosts import trl_work as work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytest.importorskip("trl")
 from longspan.huggingface.accelerate import each_once
@@ -28,12 +28,6 @@ CLOSE = 5e-6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("trl"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from longspan.errors import PlanError
 from longspan.verification import VerifyError, verify_documents
 from longspan.verification.documents import CAUSE, read_documents
 from tests.hosts import hf_hybrid_work, verify_documents_work
-from tests.pool import end_all, pool
+from tests.pool import pool
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 LEAKS = {
@@ -24,12 +24,6 @@ LEAKS = {
     "falcon_h1": "model.layers.0.mamba (FalconH1Mixer)",
     "nemotron_h": "model.layers.0.mixer (NemotronHMamba2Mixer)",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def require(model_type, over_ranks=False):

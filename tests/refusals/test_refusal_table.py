@@ -14,7 +14,7 @@ import longspan as ls
 from longspan import layouts, masks
 from longspan.scoring.biases import RelativeBias
 from longspan.training import shard_batch
-from tests.pool import end_all, pool
+from tests.pool import pool
 from tests.refusals import refusal_work as work
 from tests.refusals.refusal_oracle import (
     LIMIT,
@@ -32,12 +32,6 @@ CHECKS = {}
 DOCUMENTS = [5, 1, 9, 2, 6]
 PACKED = masks.documents(DOCUMENTS) & masks.causal()
 assert sum(DOCUMENTS) == TOKENS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_pools():
-    yield
-    end_all()
 
 
 def check(function):
