@@ -173,7 +173,7 @@ def sent_forward(work: Work, layout: str, scheme: str) -> tuple[int, int, int]:
     with observe() as traffic, torch.no_grad():
         c.ls.attention(q, k, v, plan, group=dist.group.WORLD)
     planned = sum(t.piece.num_bytes(plan.sizes) for step in plan.steps(rank) for t in step.transfers if t.src == rank)
-    return traffic.sent(rank), planned, plan.bytes_received(rank)
+    return traffic.sent_bytes(rank), planned, plan.bytes_received(rank)
 
 
 def bytes_sent(report: Report) -> None:

@@ -36,7 +36,7 @@ def cases(seq_len: int) -> dict[str, Mask]:
 
 def fresh(mask: Mask, layout: Layout, rank: int) -> object:
     """Build a BlockMask without cached results."""
-    flex._built.cache_clear()
+    flex._build_block_mask.cache_clear()
     return flex.block_mask(mask, layout, rank)
 
 

@@ -7,7 +7,9 @@
 Every batch packs other documents, long-tailed; 32 query heads, 8 key heads, 128 features, bfloat16. One rank's real
 forward and backward run on tensors without data, with a kernel that computes nothing, messages that are not sent and
 Triton kernels that are not launched. Times are this thread's processor time: the first call of a plan minus a warm one,
-forward and backward, the median over batches; then the same for plans that a thread has prepared. Ranks rotate. A
+forward and backward, the median over batches; then the same for plans that a thread has prepared, and for plans of
+convolutions (4,096 channels, width 4) and recurrences (32 heads of 128 x 128), prepared in every other batch. Ranks
+rotate. A
 variant is what Triton compiles separately: a kernel with the types of its arguments, the properties that Triton
 specializes on, and its constants.
 """
@@ -34,8 +36,14 @@ from torch import Tensor
 import longspan as ls
 from benchmarks.host_time import DIM, HEADS, KV_HEADS, as_on_a_gpu
 from longspan.kernels.cuda_flash import Flash
+from longspan.mixers import convolution, scans
+from longspan.mixers.convolution import OwnRows
+from longspan.mixers.scan_kernels import scan_kernel_named
+from longspan.mixers.scan_run import LocalSegments, RankScan, indices_of
+from longspan.planning.conv_plan import ConvPlan
 from longspan.planning.machine import H100
 from longspan.run import tables, triton_kernels
+from longspan.run.halo import HaloBackward, HaloForward, HaloTask
 from longspan.run.ops import prepare_job
 from longspan.run.walk import Job
 from longspan.training import prefetch
@@ -219,6 +227,75 @@ def measured_ahead(case: Case, batches: int) -> bool:
     return value <= AHEAD
 
 
+def convolution_of(lengths: list[int], layout: ls.layouts.Layout, rank: int) -> tuple[Any, Callable[[], Any]]:
+    """Return the plan of a convolution, and a function that does what a call does on the host."""
+    plan = ls.conv_plan(lengths, layout, channels=HEADS * DIM, width=4, dtype="bfloat16")
+    task = HaloTask(plan, rank, torch.bfloat16)
+
+    def run() -> None:
+        x = torch.empty(1, int(layout.num_slots(rank)), HEADS * DIM, dtype=torch.bfloat16, device="meta")
+        rows = drive(HaloForward(task, x).program())
+        OwnRows.of(plan, rank, x.device)
+        drive(HaloBackward(task, rows).program())
+
+    return plan, run
+
+
+def recurrence_of(lengths: list[int], layout: ls.layouts.Layout, rank: int) -> tuple[Any, Callable[[], Any]]:
+    """Return the plan of a recurrence, and a function that does what a call does on the host, without the kernel."""
+    plan = ls.scan_plan(lengths, layout, heads=HEADS, keys=DIM, values=DIM, maps="matrix", machine=H100)
+
+    def run() -> None:
+        local, meta = LocalSegments.of(plan, rank), torch.device("meta")
+        indices_of(plan, rank, meta)
+        for segments in (local.segments, local.segments.select(local.left)):
+            scan_kernel_named("reference").prepare(segments, (1, int(layout.num_slots(rank))), meta)
+        ranks = RankScan(plan, rank, local, lambda program, *_: (drive(program), 0))
+        maps, states = torch.empty(2, len(local.left), HEADS, DIM, DIM, device=meta)
+        entering, kept, _ = ranks.forward(maps, states)
+        ranks.backward(entering, kept, 0)
+
+    return plan, run
+
+
+def prepare_plan(plan: Any, rank: int) -> None:
+    """Do what `plan.prepare` does, on a device that has no autocast."""
+    if isinstance(plan, ConvPlan):
+        convolution.prepare(plan, rank, torch.device("meta"), backward=True)
+    else:
+        scans.prepare(plan, rank, torch.device("meta"), "reference", backward=True)
+
+
+def measured_mixers(case: Case, batches: int) -> bool:
+    """Print what a plan adds to its first call, alone and prepared; return whether the latter is in its limit."""
+    is_fine = True
+    for name, build in (("convolution", convolution_of), ("recurrence", recurrence_of)):
+        draw = np.random.default_rng(2)
+
+        def prepare(batch: int, build: Any = build, draw: Any = draw) -> tuple[bool, Any, Callable[[], Any]]:
+            lengths, rank = lengths_of(case.tokens, draw), (0, case.ranks // 2, case.ranks - 1)[batch % 3]
+            mask = ls.masks.documents(lengths) & ls.masks.causal()
+            layout = ls.layouts.balanced(mask, world_size=case.ranks, seq_len=case.tokens)
+            plan, run = build(lengths, layout, rank)
+            if batch % 2:
+                prepare_plan(plan, rank)
+            return batch % 2 == 1, plan, run
+
+        added: dict[bool, list[float]] = {False: [], True: []}
+        for is_prepared, _, run in prefetch(range(batches), prepare):
+            times: list[float] = []
+            for _ in range(2):
+                times.append(milliseconds(run))
+                time.sleep(0.2)  # the thread prepares the next batch
+            added[is_prepared].append(times[0] - times[1])
+        alone, value = (median(added[is_prepared][1:]) for is_prepared in (False, True))
+        missed = "" if value <= AHEAD else "  MISSED"
+        print(f"{case.name:14} {name:20} {'ms first call':14} {alone:9,.1f}", flush=True)
+        print(f"{case.name:14} {name:20} {'ms prepared':14} {value:9,.1f}  limit {AHEAD:g}{missed}", flush=True)
+        is_fine &= value <= AHEAD
+    return is_fine
+
+
 def profiled(case: Case) -> None:
     draw, kernel = np.random.default_rng(0), Flash(op=no_forward, backward_op=no_backward)
     both_passes(plan_of(case, draw), 0, kernel)()
@@ -244,6 +321,7 @@ def main() -> int:
             return 0
         results = [measured(case, args.batches) for case in chosen]
         results += [measured_ahead(case, min(args.batches, 25)) for case in chosen]
+        results += [measured_mixers(case, min(args.batches, 50)) for case in chosen]
     return 0 if all(results) else 1
 
 

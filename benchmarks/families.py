@@ -69,8 +69,7 @@ def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
 
 
 def proof_of(case: Case, form: str) -> dict[str, Any]:
-    from longspan.huggingface.check import prove
-    from longspan.huggingface.trial import Form
+    from longspan.huggingface.check import Form, prove
 
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))

@@ -48,8 +48,8 @@ def _groups() -> dict[int, Any]:
 def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     """Return the model with weights that are exact in both precisions, a batch, and a step on one device in both."""
     from longspan import huggingface
+    from longspan.huggingface.check import Float64Mode
     from longspan.huggingface.tiny import build, tiny_config
-    from longspan.huggingface.trial import Wide
 
     huggingface.register()
     config = tiny_config(config_of(case))
@@ -59,17 +59,17 @@ def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     batch = batch_of(case, model.config, seed=11)
     narrow = step(model, batch)
     model.double()
-    with Wide():  # parts that models compute in float32 would hide differences
+    with Float64Mode():  # parts that models compute in float32 would hide differences
         expected = step(model, batch)
     model.set_attn_implementation("longspan")
     return model, batch, narrow, expected
 
 
 def _compared(model: Any, batch: dict[str, Any], narrow: Step, expected: Step, group: Any) -> dict[str, Any]:
-    from longspan.huggingface.trial import Wide
+    from longspan.huggingface.check import Float64Mode
 
     model.double()
-    with Wide():
+    with Float64Mode():
         errors = {"float64": difference(_over_ranks(model, batch, group), expected)}
     model.float()
     errors["float32"] = difference(_over_ranks(model, batch, group), expected)

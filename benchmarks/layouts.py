@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.workloads import WORKLOADS, Workload
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balance import View, balanced, profile_of, remote_rows, solved
+from longspan.layouts.balance import View, balanced, profile_of, remote_rows, solve_cached
 from longspan.masks import Mask
 
 MOST_TOKENS = 1.01
@@ -91,7 +91,7 @@ def heaviest_first(mask: Mask, world_size: int, block: int = 512) -> Layout:
 
 def fresh(mask: Mask, world_size: int) -> Layout:
     """Build balanced() without cached results."""
-    solved.cache_clear()
+    solve_cached.cache_clear()
     return balanced(mask, world_size=world_size)
 
 

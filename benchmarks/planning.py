@@ -17,7 +17,7 @@ import numpy as np
 import longspan as ls
 from benchmarks.layouts import best_ms
 from benchmarks.workloads import MI, document_lengths
-from longspan.layouts.balance import solved
+from longspan.layouts.balance import solve_cached
 from longspan.planning import Problem, Sizes, reverse, scheme
 
 SIZES = Sizes(32, 8, 128, 128, 2)
@@ -42,7 +42,7 @@ def lengths_of(kind: str, seq_len: int) -> np.ndarray:
 
 def rank_plan(lengths: np.ndarray, world_size: int, rank: int) -> int:
     """Plan one batch on one rank; return the number of its transfers."""
-    solved.cache_clear()
+    solve_cached.cache_clear()
     mask = ls.masks.documents(lengths) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=world_size)
     steps = scheme("exchange", Problem.make(mask, layout, SIZES, node=8)).steps(rank)

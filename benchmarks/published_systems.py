@@ -20,7 +20,7 @@ from longspan.masks import bands as bd
 from longspan.planning import Problem, Role, Step, scheme
 from longspan.planning.fetch import by_taker
 from longspan.planning.machine import H100_FITTED, Work, tile_work
-from longspan.planning.problem import cells, in_rows
+from longspan.planning.problem import cells, cut_to_rows
 from longspan.spans import Ints
 
 Q_ROW = SIZES.q_heads * SIZES.head_dim * SIZES.itemsize
@@ -105,7 +105,7 @@ def kernel_calls(bands: Ints, stretches: Ints, heads: tuple[int, int], count: in
     `stretches` lists (start, stop) query rows, `count` for each document, one for each call; pieces of a document in
     one call are adjacent.
     """
-    bands, at = in_rows(bands, stretches)
+    bands, at = cut_to_rows(bands, stretches)
     bands = bd.tighten(bands)  # splitting queries leaves keys that no query sees
     num_docs = len(stretches) // count
     mine = [at % count == number for number in range(count)]
@@ -219,7 +219,7 @@ def ring_run(problem: Problem, rank: int) -> Run:
     calls: list[Call] = []
     moved: list[tuple[float, float]] = []
     for i in range(size):
-        here = cells(bands, problem.held((rank - i) % size))
+        here = cells(bands, problem.held_rows((rank - i) % size))
         calls += kernel_calls(here, docs, (SIZES.q_heads, SIZES.kv_heads))
         level = [0.0, 0.0]
         for src in {rank, (rank - 1) % size} if i < size - 1 else ():

@@ -1,22 +1,22 @@
 """`python -m benchmarks.recommend`: what `longspan plan --gpus` recommends, its search time, and published lengths.
 
 Twelve models at three lengths, each searched within `MAX_SECONDS` of processor time; then runs whose length and number
-of GPUs were published: does the recommendation fit there, and where it does not, what is held at each moment. All
-memory and times are COMPUTED; nothing ran on a GPU. The command fails if a search takes longer, or if a run that was
-measured to fit with the same means does not.
+of GPUs were published: does the recommendation fit there, and where it does not, what is held at each moment. Recipes
+of others were READ in their sources. All memory and times of ours are COMPUTED; nothing ran on a GPU. The command fails
+if a search takes longer, or if a run that was measured to fit with the same means does not.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.published_runs import K, M
 from longspan.formatting import bytes_text, seconds_text
 from longspan.planning.machine import GPU_MEMORY, machines_of_gpu
 from longspan.sizing import StepMemory, built_in_config, sizes_of
-from longspan.sizing.recommend import Configuration, Recommendation, Request, recommend
+from longspan.sizing.recommend import Configuration, Recommendation, Request, recommend, thriftiest
 
 MAX_SECONDS = 5.0
 LENGTHS = (32 * K, 256 * K, M)
@@ -29,7 +29,7 @@ MODELS = {  # GPUs
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A length that was published for a model on H100s of 80 GB, and the means."""
+    """A length that was published for a model on H100s, and the means."""
 
     source: str
     model: str
@@ -38,15 +38,32 @@ class Published:
     means: str
     judged: bool
     """Whether not fitting is an error: the means are those that the command knows."""
+    memory: int = 80
+    tp: int = 1
+    batch: int = 1
 
 
-ALST = "ALST (arXiv:2506.13996)"
-_ALST_MEANS = "Ulysses, ZeRO-3, weights, optimizer and checkpoints on the host, MLP and loss in tiles"
+ALST = "ALST (arXiv:2506.13996; ArcticTraining, projects/sequence-parallelism/run-h100-sp*-llama-8b.yml)"
+TITAN = "torchtitan (benchmarks/llama3_h100_202412_torchtitan.md)"
+_ALST_MEANS = "Ulysses, ZeRO-3, optimizer and checkpoints on the host, MLP and loss in tiles, FA2"
+_TITAN_MEANS = "FSDP2, CP {}, full checkpointing, torch.compile, Float8; 84 GiB of 96 GB"
 RUNS = (
     Published("TRL, guide to 1M tokens", "qwen3-8b", M, 8, "ring, FSDP2, checkpoints on the host", judged=True),
-    Published(ALST, "llama3-8b", 500_000, 1, _ALST_MEANS, judged=True),
+    Published(ALST, "llama3-8b", 500_000, 1, f"{_ALST_MEANS}; weights on the host", judged=True),
     Published(ALST, "llama3-8b", 3_700_000, 8, _ALST_MEANS, judged=True),
     Published(ALST, "llama3-8b", 15_000_000, 32, _ALST_MEANS, judged=True),
+    *(Published(TITAN, "llama3-8b", n * 32 * K, 8, _TITAN_MEANS.format(n), True, memory=96) for n in (1, 2, 4, 8)),
+    Published(
+        TITAN,
+        "llama3-70b",
+        8 * K,
+        256,
+        "FSDP 32, TP 8, batch of 16, full checkpointing, compile, Float8; 71.9 GiB",
+        judged=True,
+        memory=96,
+        tp=8,
+        batch=16,
+    ),
 )
 
 
@@ -60,17 +77,18 @@ def text_of(one: Configuration) -> str:
     schemes = "/".join(dict.fromkeys(one.schemes)) or "none"
     schemes += "" if one.fetch_bytes is None else f" with K/V of {bytes_text(one.fetch_bytes)}"
     bound = "> " * one.time.at_least
+    split = f" x tp {one.tp}" * (one.tp > 1) + f" x ep {one.ep}" * (one.ep > 1)
     return (
-        f"{one.data_parallel} x {one.ranks} {one.machine.kernel} {schemes}, {one.recipe.words}:"
+        f"{one.data_parallel} x {one.ranks}{split} {one.machine.kernel} {schemes}, {one.recipe.words}:"
         f" {bytes_text(one.memory.peak.size)}, {bound}{seconds_text(one.time.seconds)},"
         f" {one.cost.tokens_per_second:,.0f} tokens/s"
     )
 
 
-def searched(model: str, tokens: int, gpus: int) -> tuple[Recommendation, float]:
+def searched(request: Request) -> tuple[Recommendation, float]:
     """Return the recommendation, and the processor time that it took."""
     begin = time.process_time()
-    found = recommend(request_of(model, tokens, gpus))
+    found = recommend(request)
     return found, time.process_time() - begin
 
 
@@ -92,7 +110,7 @@ def main() -> int:
     slow, wrong, longest = 0, 0, 0.0
     for model, gpus in MODELS.items():
         for tokens in LENGTHS:
-            found, seconds = searched(model, tokens, gpus)
+            found, seconds = searched(request_of(model, tokens, gpus))
             longest = max(longest, seconds)
             slow += seconds > MAX_SECONDS
             verdict = f"  SLOW: over {MAX_SECONDS:g} s" if seconds > MAX_SECONDS else ""
@@ -101,22 +119,25 @@ def main() -> int:
                 print(f"    {text_of(one)}")
             if not found.best:
                 least = "nothing" if found.least is None else text_of(found.least)
-                ways = " or ".join(way.option for way in found.ways) or "nothing that was tried"
+                ways = " or ".join(change.option for change in found.changes) or "nothing that was tried"
                 print(f"    does not fit; least: {least}; needs {ways}")
     print("\nPublished lengths:")
     for run in RUNS:
-        found, _ = searched(run.model, run.tokens, run.gpus)
+        request = request_of(run.model, run.tokens, run.gpus)
+        found, _ = searched(replace(request, memory=run.memory, tp=run.tp, batch=run.batch))
         print(f"\n{run.source}: {run.model}, {run.tokens:,} tokens on {run.gpus} h100; {run.means}")
+        least = thriftiest(found.request) if found.best else found.least
+        assert least is not None
+        share = least.memory.peak.size / found.request.room
         if found.best:
             print(f"    fits: {text_of(found.best[0])}")
+            print(f"    least memory, {share:.2f} of the room: {text_of(least)}")
             continue
         wrong += run.judged
-        assert found.least is not None
-        share = found.least.memory.peak.size / found.request.room
         kind = "WRONG" if run.judged else "not judged"
-        print(f"    does NOT fit, {share:.2f} times the room ({kind}): {text_of(found.least)}")
-        print(f"    it needs {' or '.join(way.option for way in found.ways) or 'what was not tried'}")
-        print(table_of(found.least.memory))
+        print(f"    does NOT fit, {share:.2f} times the room ({kind}): {text_of(least)}")
+        print(f"    it needs {' or '.join(change.option for change in found.changes) or 'what was not tried'}")
+        print(table_of(least.memory))
     print(f"\n{len(MODELS) * len(LENGTHS)} searches, at most {longest:.1f} s of processor time (bar {MAX_SECONDS:g} s)")
     return 1 if slow or wrong else 0
 

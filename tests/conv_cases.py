@@ -8,6 +8,9 @@ from torch.nn import functional
 
 import longspan as ls
 from longspan.layouts import Layout
+from longspan.mixers.convolution import OwnRows, convolve_with_halos
+from longspan.run.halo import HaloBackward, HaloForward, HaloTask
+from longspan.run.transports import Loopback
 from tests.cases import LAYOUTS, random_layout, random_lengths
 
 KINDS = (*LAYOUTS, "one token a rank", "empty ranks")
@@ -90,3 +93,27 @@ def worst(found, wanted):
         float((a.double() - b).abs().max()) / max(1.0, float(b.abs().max())) if b.numel() else 0.0
         for a, b in zip((t.detach() for t in found), (t.detach() for t in wanted), strict=True)
     ]
+
+
+def run_conv_loopback(plan, x, weight, bias, dout, *, activation=None, transport=None):
+    """Return output, dx, dweight and, with a bias, dbias of whole tensors, computed by all ranks of the plan together.
+
+    The last two are summed over the ranks. Padding slots hold nan, which must not show.
+    """
+    layout, carry = plan.layout, Loopback() if transport is None else transport
+    ranks = range(layout.world_size)
+    tasks = [HaloTask(plan, rank, x.dtype) for rank in ranks]
+    shared = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
+    rows = carry.run([HaloForward(tasks[r], layout.shard(x.detach(), r, 1, torch.nan)).program() for r in ranks])
+    parts, drows, gradients = [], [], []
+    for r in ranks:
+        rows[r].requires_grad_()
+        own = OwnRows.of(plan, r, x.device)
+        out = convolve_with_halos(rows[r], shared[0], shared[1] if len(shared) > 1 else None, own, activation)
+        drow, *grads = torch.autograd.grad(out, (rows[r], *shared), layout.shard(dout, r, 1, torch.nan))
+        parts.append(out.detach())
+        drows.append(drow)
+        gradients.append(grads)
+    dx = carry.run([HaloBackward(tasks[r], drows[r]).program() for r in ranks])
+    sums = [torch.stack(grads).sum(0) for grads in zip(*gradients, strict=True)]
+    return layout.unshard(parts, 1), layout.unshard(dx, 1), *sums

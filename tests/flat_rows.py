@@ -36,7 +36,7 @@ class Played:
         return rows
 
     def tensors(self, *rows):
-        self.log += self.recorder.cut()
+        self.log += self.recorder.take_log()
         program = RankProgram([], items_of(self.log), [], self.recorder.buffers)
         memory = by_tables(program, CPU) if self.by_index else Memory(program.buffers, CPU)
         for number, tensor in self.given.items():

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import normalize
 
 from longspan.mixers.scan_reference import GatedDelta, LinearAttention, LinearRecurrence, ScanWork, Segments, Ssd
-from longspan.testing.oracle import maps_by_tokens, recurrence_by_tokens
+from tests.scan_oracle import maps_by_tokens, recurrence_by_tokens
 
 KINDS = ("gated_delta", "kda", "linear_attention", "gla", "ssd", "linear_recurrence")
 

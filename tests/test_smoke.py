@@ -29,8 +29,7 @@ def test_recurrences():
 
 
 def test_convolution():
-    from longspan.testing.loopback import run_conv_loopback
-    from tests.conv_cases import conv_case, expected, worst
+    from tests.conv_cases import conv_case, expected, run_conv_loopback, worst
 
     for seed in range(4):
         case = conv_case(seed)

@@ -22,6 +22,7 @@ from longspan.errors import (
 )
 from longspan.planning.batches import MicroBatch as _MicroBatch
 from longspan.planning.batches import batches
+from longspan.planning.conv_plan import ConvPlan as _ConvPlan
 from longspan.planning.plan import Plan
 from longspan.planning.scan_plan import ScanPlan as _ScanPlan
 from longspan.recurrences import gated_delta_rule, linear_attention, linear_recurrence, scan, scan_plan, ssd
@@ -92,19 +93,28 @@ def _shard(self: Plan, batch: _Mapping[str, _Any] | _Any, rank: int, **options: 
     return shard_batch(batch, self, rank, **options)
 
 
-def _prepare(self: Plan, rank: int, device: _Any = "cpu", *, kernel: str = "auto", backward: bool = True) -> None:
+def _prepare(
+    self: Plan | _ConvPlan | _ScanPlan,
+    rank: int,
+    device: _Any = "cpu",
+    *,
+    kernel: str = "auto",
+    backward: bool = True,
+) -> None:
     """Do what the first call with the plan does on this rank before its messages: compute the rank's steps, record
     them, and copy their tables to the device. Sends nothing, so that a thread may do it for the next batch while a step
     runs; `longspan.training.prefetch` does.
 
     Pass the `kernel` that the call passes, and `backward=False` for calls without gradients. A call with other tensors
-    than the plan's, or a score function, chooses its kernel itself, and then records again.
+    than the plan's, or a score function, chooses its kernel itself, and then records again. A plan of a recurrence does
+    not name it: "auto" prepares for the kernel of the last call with such states, or for `reference`.
 
     >>> p = plan(masks.causal(8), layouts.zigzag(8, 2), q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
     >>> p.prepare(0)
     """
     import torch
 
+    from longspan.mixers import convolution, scans
     from longspan.run import ops
 
     if rank not in range(self.layout.world_size):
@@ -112,8 +122,17 @@ def _prepare(self: Plan, rank: int, device: _Any = "cpu", *, kernel: str = "auto
             f"rank must be 0 to {self.layout.world_size - 1}, but got {rank!r}. Pass this process's rank in the group."
         )
     where = torch.device(device)
-    where = torch.device("cpu") if where.type == "cpu" else where  # the Hugging Face Trainer numbers CPUs by rank
-    ops.prepare(self, int(rank), where, kernel, backward=backward)
+    # The Hugging Face Trainer numbers CPUs by rank. Calls see the number of a device, also of the current one.
+    where = torch.device("cpu") if where.type == "cpu" else torch.empty(0, device=where).device
+    with ops.on_device(where):
+        if isinstance(self, Plan):
+            ops.prepare(self, int(rank), where, kernel, backward=backward)
+        elif isinstance(self, _ScanPlan):
+            scans.prepare(self, int(rank), where, kernel, backward=backward)
+        elif kernel == "auto":
+            convolution.prepare(self, int(rank), where, backward=backward)
+        else:
+            raise PlanError(f"kernel must be 'auto' for a plan of a convolution, but got {kernel!r}. Leave it out.")
 
 
 def _plan_of(self: _MicroBatch, **sizes: _Any) -> Plan:
@@ -121,7 +140,7 @@ def _plan_of(self: _MicroBatch, **sizes: _Any) -> Plan:
 
 
 _MicroBatch.plan = _cast(_Any, _plan_of)
-Plan.prepare = _cast(_Any, _prepare)
+Plan.prepare = _ConvPlan.prepare = _ScanPlan.prepare = _cast(_Any, _prepare)
 Plan.shard = _cast(_Any, _shard)  # a method, which the declaration there writes without its plan
 for _kind in (masks.Mask, layouts.Layout, Plan, _ScanPlan):
     setattr(_kind, "_repr_html_", _repr_html)  # noqa: B010 - the classes below know nothing of pictures

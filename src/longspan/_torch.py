@@ -277,7 +277,7 @@ def attempt_store_of(timeout: timedelta) -> Any:
     return distributed_c10d.PrefixStore(f"attempt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh's axes as one axis of this name. Looking it up in the mesh by name would warn."""
     return mesh._flatten(name)
 
@@ -311,28 +311,28 @@ def indexing() -> AbstractContextManager[object]:
     return TransformGetItemToIndex()
 
 
-def traced(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> GraphModule:
+def trace_function(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> GraphModule:
     """Trace a function of zero-dim tensors to a graph. Raise if it depends on a value."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return _cleaned(make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments))
+    return _remove_unused_nodes(make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments))
 
 
-def _cleaned(graph: GraphModule) -> GraphModule:
+def _remove_unused_nodes(graph: GraphModule) -> GraphModule:
     """Remove unused nodes: each becomes code of a kernel."""
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
 
 
-def traced_gradient(function: Callable[..., Tensor], arguments: Sequence[Tensor], num_index: int) -> GraphModule:
+def trace_gradient(function: Callable[..., Tensor], arguments: Sequence[Tensor], num_index: int) -> GraphModule:
     """(score, indices, gradient of the result, buffers) -> gradients of score, indices (None) and buffers."""
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 
     score, index, buffers = arguments[0], arguments[1 : 1 + num_index], arguments[1 + num_index :]
     with recording():
         example = (score.detach().requires_grad_(), *index)
-        return _cleaned(create_fw_bw_graph(function, example, tuple(buffers))[1])  # type: ignore[arg-type]
+        return _remove_unused_nodes(create_fw_bw_graph(function, example, tuple(buffers))[1])  # type: ignore[arg-type]
 
 
 def adds_by_index(gradient: GraphModule) -> tuple[bool | None, ...]:
@@ -386,7 +386,7 @@ def _buffers(graph: Graph, num_score: int, num_mask: int) -> tuple[tuple[Any, ..
     return (0, 0, *blocks, *others, FLEX_BLOCK, FLEX_BLOCK), score, mask
 
 
-def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """Compile the graph for inputs of exactly these shapes."""
     import torch._inductor
 

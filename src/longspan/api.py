@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from longspan._compile import run_eagerly
-from longspan.errors import PlanError, ScheduleError, in_context, renamed
+from longspan.errors import PlanError, ScheduleError, in_context, refuse_old_names
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.convert import advice, check_words, mask_of
@@ -115,11 +115,11 @@ def attention(
     >>> torch.allclose(out[:, :, 5], v[:, :, 5])  # the first token of the second document sees itself only
     True
     """
-    from longspan.run.call import Extras, Request, check_inputs, in_call
+    from longspan.run.call import Extras, Request, call_context, check_inputs
     from longspan.run.call import attention as run
 
     is_plain = score_mod is None and softcap is None and alibi is None and relative_bias is None and bias is None
-    with in_call("attention", (q, k, v), plan_or_mask, group):
+    with call_context("attention", (q, k, v), plan_or_mask, group):
         if unknown:
             check_words("attention", unknown, tuple(attention.__kwdefaults__ or ()))
         check_inputs(q, k, v, scale, kernel, sinks, name)
@@ -198,10 +198,10 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    from longspan.run.call import in_call
+    from longspan.run.call import call_context
     from longspan.run.flex import flex_attention as run
 
-    with in_call("flex_attention", (query, key, value), block_mask if plan is None else plan, group):
+    with call_context("flex_attention", (query, key, value), block_mask if plan is None else plan, group):
         return run(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux, plan=plan, group=group, captured_grads=captured_grads, name=name,
@@ -303,7 +303,7 @@ def block_mask(
 
 
 @run_eagerly
-@renamed(schedule="scheme")
+@refuse_old_names(schedule="scheme")
 def plan(
     mask: Mask | Table,
     layout: Layout,

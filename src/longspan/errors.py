@@ -80,10 +80,10 @@ class in_context:  # noqa: N801  (used like a function; a generator-based contex
             error.context = error.context or self._describe()
 
 
-def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def refuse_old_names(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that old argument names raise an error with the new name.
 
-    >>> renamed(schedule="scheme")(lambda scheme: scheme)(schedule="ring")
+    >>> refuse_old_names(schedule="scheme")(lambda scheme: scheme)(schedule="ring")
     Traceback (most recent call last):
     longspan.errors.PlanError: <lambda> has no argument schedule: it was renamed. Use scheme='ring'.
     """

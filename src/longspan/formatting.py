@@ -33,16 +33,16 @@ def bytes_text(value: float) -> str:
     >>> bytes_text(16911433728), bytes_text(0), bytes_text(1536)
     ('15.8 GiB', '0 B', '1.50 KiB')
     """
-    return _in_one_unit([value], BYTE_UNITS)[0]
+    return _format_in_one_unit([value], BYTE_UNITS)[0]
 
 
-def bytes_alike(values: Sequence[float]) -> list[str]:
+def bytes_in_one_unit(values: Sequence[float]) -> list[str]:
     """Format bytes for one column: all in one unit, small enough for the smallest value.
 
-    >>> bytes_alike([710934528, 16911433728])
+    >>> bytes_in_one_unit([710934528, 16911433728])
     ['0.66 GiB', '15.8 GiB']
     """
-    return _in_one_unit(values, BYTE_UNITS)
+    return _format_in_one_unit(values, BYTE_UNITS)
 
 
 def seconds_text(value: float) -> str:
@@ -51,26 +51,26 @@ def seconds_text(value: float) -> str:
     >>> seconds_text(0.0136), seconds_text(2.5e-5), seconds_text(75.2)
     ('13.6 ms', '25.0 us', '75.2 s')
     """
-    return _in_one_unit([value], SECOND_UNITS)[0]
+    return _format_in_one_unit([value], SECOND_UNITS)[0]
 
 
-def seconds_alike(values: Sequence[float]) -> list[str]:
+def seconds_in_one_unit(values: Sequence[float]) -> list[str]:
     """Format times for one column: all in one unit, small enough for the smallest value.
 
-    >>> seconds_alike([0.000699, 0.0171])
+    >>> seconds_in_one_unit([0.000699, 0.0171])
     ['0.70 ms', '17.1 ms']
     """
-    return _in_one_unit(values, SECOND_UNITS)
+    return _format_in_one_unit(values, SECOND_UNITS)
 
 
-def _in_one_unit(values: Sequence[float], units: Units) -> list[str]:
+def _format_in_one_unit(values: Sequence[float], units: Units) -> list[str]:
     least = min((value for value in values if value > 0), default=0.0)
     # A single value stays below 1,000 units; of several, the smallest is at least a tenth of the unit.
     share = 0.1 if len(values) > 1 else 0.9995
     name, unit = next((pair for pair in reversed(units) if least >= share * pair[1]), units[0])
     texts: list[str] = []
     for value in values:
-        number = "0" if value == 0 else f"{value:,.0f}" if name == "B" else three(value / unit)
+        number = "0" if value == 0 else f"{value:,.0f}" if name == "B" else three_digits(value / unit)
         texts.append(f"{number} {name}")
     return texts
 
@@ -84,7 +84,7 @@ def rate_text(value: float, unit: str) -> str:
     step = 0
     while value >= 999.5 and step < 5:
         value, step = value / 1000, step + 1
-    return f"{three(value)} {('', 'k', 'M', 'G', 'T', 'P')[step]}{unit}"
+    return f"{three_digits(value)} {('', 'k', 'M', 'G', 'T', 'P')[step]}{unit}"
 
 
 def unit_of(most: float, units: Units) -> tuple[str, float]:
@@ -92,10 +92,10 @@ def unit_of(most: float, units: Units) -> tuple[str, float]:
     return next((unit for unit in reversed(units) if most >= unit[1]), units[0])
 
 
-def three(value: float) -> str:
+def three_digits(value: float) -> str:
     """Format a number with three significant digits, without an exponent.
 
-    >>> three(1234.5), three(12.345), three(0.5)
+    >>> three_digits(1234.5), three_digits(12.345), three_digits(0.5)
     ('1,234', '12.3', '0.50')
     """
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -83,13 +83,13 @@ class Span:
         """
         start, _, stop = text.partition(":")
         form = "a span is written start:stop, as in 3:9"
-        return Span(parsed_number(start, form, text), parsed_number(stop, form, text))
+        return Span(parse_number(start, form, text), parse_number(stop, form, text))
 
 
-def parsed_number(text: str, form: str, within: str, error: type[LongspanError] = LongspanError) -> int:
+def parse_number(text: str, form: str, within: str, error: type[LongspanError] = LongspanError) -> int:
     """Parse a position or count of decimal digits; `form` and `within` describe the text it is part of in errors.
 
-    >>> parsed_number("12", "a span is written start:stop", "12:20")
+    >>> parse_number("12", "a span is written start:stop", "12:20")
     12
     """
     if not (text.isascii() and text.isdecimal() and len(text) <= 13):  # as many digits as LIMIT has
@@ -100,7 +100,7 @@ def parsed_number(text: str, form: str, within: str, error: type[LongspanError] 
 MAX_TEXT = 64 << 20
 
 
-def checked_text(text: object, kind: str, error: type[LongspanError]) -> str:
+def check_text(text: object, kind: str, error: type[LongspanError]) -> str:
     """Return the text if `text()` of something could have written it: printable ASCII of bounded size."""
     if not isinstance(text, str):
         raise error(f"{kind} text must be a str, but got {type(text).__name__}. Decode or print it first.")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from longspan._torch import find_tangent, version
 from longspan.errors import KernelError, PlanError, ScheduleError
 from longspan.layouts import Layout, contiguous
-from longspan.layouts.layout import carried, other_tokens
+from longspan.layouts.layout import carried_layout_of, other_tokens
 from longspan.masks import Mask
 from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan, PlanRequest, build_plan, keep_few
@@ -95,7 +95,7 @@ def check_sharding(layout: Layout, dim: int, **tensors: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
-        known = carried(tensor)
+        known = carried_layout_of(tensor)
         if known is None or known.dim != dim or known.version != version(tensor):
             continue
         if other_tokens(known.layout, layout):
@@ -161,7 +161,7 @@ def check_axes(group: Any) -> None:
         )
 
 
-def planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
+def check_planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
     """Return PyTorch's name of the group of a planned call; "" for one device. `how` shows how to create a plan."""
     if plan is not None and documents is not None:
         raise PlanError("documents must be None with a plan, which has its own documents. Pass one of them.")

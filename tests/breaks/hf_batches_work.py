@@ -119,10 +119,10 @@ def batch_of(mode, family, seed=5):
 
 def on_one_device(model, batch, family):
     """Loss and gradients of transformers' own attention; for hybrids, of documents one after another."""
-    from longspan.huggingface.trial import Wide
+    from longspan.huggingface.check import Float64Mode
 
     model.zero_grad()
-    with Wide():  # what models compute in float32 would hide differences
+    with Float64Mode():  # what models compute in float32 would hide differences
         documents = "position_ids" in batch and "attention_mask" not in batch and family in HYBRIDS
         loss = _of_documents(model, batch) if documents else model(**batch).loss
     loss.backward()
@@ -141,11 +141,11 @@ def _of_documents(model, batch):
 
 def over_ranks(model, batch, trust_model=False):
     from longspan import huggingface
-    from longspan.huggingface.trial import Wide
+    from longspan.huggingface.check import Float64Mode
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, trust_model=trust_model)
-    with Wide():
+    with Float64Mode():
         share = model(**inputs).loss
     loss = huggingface.full_loss(share, inputs)
     loss.backward()
@@ -194,7 +194,7 @@ def opt_with_wrong_rule(folder):
     from longspan.huggingface import batches, check, first_use, sharding
 
     os.environ["XDG_CACHE_HOME"] = folder
-    right_rule = batches.counted_without_padding
+    right_rule = batches.count_without_padding
 
     def wrong_rule(*args):
         return right_rule(*args).clamp(min=0)
@@ -202,7 +202,7 @@ def opt_with_wrong_rule(folder):
     model, batch = model_of("opt"), batch_of("left", "opt")
     later = {**batch, "labels": batch["labels"].clone()}
     later["labels"][1, 13] = -100
-    name = "counted_without_padding"
+    name = "count_without_padding"
     with mock.patch.object(check, name, wrong_rule), mock.patch.object(batches, name, wrong_rule):
         expected = [on_one_device(model, one, "opt") for one in (batch, later)]
         model.set_attn_implementation("longspan")

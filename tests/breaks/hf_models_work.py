@@ -154,9 +154,9 @@ def one_device(family, case, dtype=torch.float64, **options):
 
 def precision(dtype):
     """In float64, what modeling files compute in float32 whatever the dtype is computed in float64 too."""
-    from longspan.huggingface.trial import Wide
+    from longspan.huggingface.check import Float64Mode
 
-    return Wide() if dtype == torch.float64 else contextlib.nullcontext()
+    return Float64Mode() if dtype == torch.float64 else contextlib.nullcontext()
 
 
 def gradients(model):

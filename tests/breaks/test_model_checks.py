@@ -20,9 +20,8 @@ from transformers.models.llama import modeling_llama
 
 from longspan.huggingface import check as proof
 from longspan.huggingface import first_use, released
-from longspan.huggingface.check import prove
+from longspan.huggingface.check import Form, prove
 from longspan.huggingface.structure import Rules
-from longspan.huggingface.trial import Form
 from tests.breaks import model_checks_work as work
 from tests.hosts.hf_work import SIZES
 from tests.lanes import NIGHTLY

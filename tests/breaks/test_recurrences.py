@@ -11,10 +11,10 @@ import longspan as ls
 from longspan.masks import document_rows as document_rows_module
 from longspan.masks.document_rows import document_rows
 from longspan.mixers import scan_reference
-from longspan.testing.oracle import recurrence_by_tokens
 from longspan.training import shard_batch
 from tests.lanes import NIGHTLY
 from tests.scan_cases import KINDS, random_states, random_work, with_leaves
+from tests.scan_oracle import recurrence_by_tokens
 
 masks = ls.masks
 

@@ -1,5 +1,6 @@
 """Attention, convolutions and recurrences over ranks on the device, beside the same calls on the CPU."""
 
+import contextlib
 import threading
 from collections import Counter
 from functools import partial
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 import longspan as ls
 from longspan import masks
-from longspan.run import tables
+from longspan.device_tables import Copied
+from longspan.mixers import convolution, scan_reference, scan_run
+from longspan.run import tables, walk
 from longspan.run.transports import observe
 from longspan.scores import RelativeBias
 from longspan.training import prefetch
@@ -237,7 +240,7 @@ def traffic(schemes):
             step(case, here(), "reference")
         steps = [s for way in ("forward", "backward") for s in plan.steps(rank, way)]
         planned = sum(t.piece.num_bytes(plan.sizes) for s in steps for t in s.transfers if t.src == rank)
-        found.append((scheme, counted.sent(rank), planned))
+        found.append((scheme, counted.sent_bytes(rank), planned))
     return found
 
 
@@ -314,6 +317,75 @@ def waits_of_mixers(seeds):
         dout = p.layout.shard(p.dout, rank, 1).to(device)
         note(f"{p} {seed}", partial(asked, p, own, plan=p.plan(), group=group), list(own.values()), dout)
     return found
+
+
+def prepared_mixers(seeds, schedule, at_once=False, waits=True):
+    """Convolutions and recurrences of plans that a thread prepared, on its own stream for every other seed. Returns
+    copies of tables by thread, and how many results were those of plans that were not prepared, and how many not.
+    With `at_once`, plans are prepared right before the call, on another stream, for which the call `waits` or not."""
+    rank, device, group, results = dist.get_rank(), here(), dist.group.WORLD, Counter()
+    copies, originals, module_of_form = Counter(), {}, torch.get_device_module(forms.form)
+
+    def counted(copy, *arguments):
+        copies["thread" if "prefetch" in threading.current_thread().name else "loop"] += 1
+        return copy(*arguments)
+
+    def cases(seed):
+        case = conv_case(seed, dist.get_world_size(), torch.float32)
+        x, weight, bias, dout = case.tensors
+        own = [case.layout.shard(x, rank, 1), weight, bias]
+        own = [None if t is None else t.detach().to(device).requires_grad_() for t in own]
+        call = partial(ls.causal_conv1d, *own, plan=case.plan, group=group, activation=case.activation)
+        yield case.plan, call, [t for t in own if t is not None], case.layout.shard(dout, rank, 1).to(device)
+        p = problem(seed, world=dist.get_world_size(), form=SCANS[seed % len(SCANS)])
+        tokens = {name: p.layout.shard(t, rank, 1) for name, t in p.tokens.items()} | p.shared
+        own = {name: t.detach().clone().to(device).requires_grad_() for name, t in tokens.items()}
+        plan = p.plan()
+        call = partial(asked, p, own, plan=plan, group=group)
+        yield plan, call, list(own.values()), p.layout.shard(p.dout, rank, 1).to(device)
+
+    def prepare(seed):
+        made = list(cases(seed))
+        if not at_once:
+            with module_of_form.stream(module_of_form.Stream()) if seed % 2 else contextlib.nullcontext():
+                for plan, *_ in made:
+                    plan.prepare(rank, device)
+        return made
+
+    def run(call, leaves, dout):
+        out = call()
+        gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        return [None if t is None else t.detach().cpu() for t in (out, *gradients)]
+
+    torch.accelerator.set_device_index(device.index)
+    for module, name in (
+        (tables, "copy_to_device"), (convolution, "to_device"), (scan_run, "to_device"), (scan_reference, "to_device")
+    ):  # fmt: skip
+        originals[module, name] = getattr(module, name)
+        setattr(module, name, partial(counted, originals[module, name]))
+    if not waits:
+        originals[Copied, "use"] = Copied.use
+        Copied.use = lambda *_: False
+    try:
+        for made in prefetch(seeds, prepare):
+            for plan, *call in made:
+                with forms.schedule(schedule):
+                    if at_once:
+                        with module_of_form.stream(module_of_form.Stream()):
+                            plan.prepare(rank, device)
+                    found = run(*call)
+                seen = Counter(copies)
+                for known in (plan, getattr(plan, "halo", plan)):
+                    walk._built.pop(known, None)
+                expected = run(*call)
+                copies.clear()
+                copies.update(seen)
+                same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                results["same" if same else "other"] += 1
+    finally:
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
+    return copies, results
 
 
 def new_batches(steps, schemes, schedule, compare=5):

@@ -225,6 +225,8 @@ def _launch_rows(function, args, constants):
     devices = {x.tensor.device for x in args if isinstance(x, Pointer)}
     if len(devices) > 1:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices}")
+    if {index_of(device) for device in devices} != {native.current_device()}:
+        raise RuntimeError(f"Triton launches on the current device, and not on {devices}")
     aliases = [Pointer(native.cpu_alias(x.tensor), x.dtype) if isinstance(x, Pointer) else x for x in args]
     native.launch(devices.pop().index, lambda: at_once(function, aliases, constants))
 

@@ -94,7 +94,7 @@ MENDS = {
         reference.reference_result, "else g).cpu() for g, t", "else g) for g, t", SCORE, "cuda"
     ),
     "score functions of the reference run where their tensors are": Mend(
-        reference._scored, "scores.to(like.device)", "scores", SCORE, "cuda"
+        reference._apply_score, "scores.to(like.device)", "scores", SCORE, "cuda"
     ),
     "score functions are tried where their tensors are": Mend(
         compare._Work.meaning, "self.tensors[0]", "self.inputs[0]", SCORE, "cuda"

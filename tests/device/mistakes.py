@@ -63,6 +63,13 @@ def in_start(old, new):
     return ((transports.ProcessGroup, "_start", old, new),)
 
 
+def in_wait_due(old, new):
+    return ((transports.ProcessGroup, "_wait_due", old, new),)
+
+
+EARLY = ("staged", "hybrid(2,staged)")
+"""Schemes whose messages start a step early."""
+START_EARLY = "flying += [(later, *self._start(later)) for later in exchange.later]"
 WAIT, SEND = "self.running.wait(works)", "exchange = program.send(arrived)"
 START = "buffers, works = self._start(exchange)"
 BACKWARD = "self.running.call.direction == 'backward'"
@@ -115,6 +122,19 @@ MISTAKES = {
     "messages begin behind another stream": Mistake(
         in_run(START, f"with _side(): {START}"), schedule="late kernels"
     ),
+    "no wait for early messages": Mistake(in_wait_due(WAIT, "pass"), schemes=EARLY),
+    "no wait for early messages in backward": Mistake(
+        in_wait_due(WAIT, f"None if {BACKWARD} else {WAIT}"), schemes=EARLY
+    ),
+    "early messages are waited for a step late": Mistake(
+        in_run("self._wait_due(flying, exchange.step)", "self._wait_due(flying, exchange.step - 1)"), schemes=EARLY
+    ),
+    "early messages are waited for on another stream": Mistake(
+        in_wait_due(WAIT, f"with _side(): {WAIT}"), schemes=EARLY
+    ),
+    "early messages begin behind another stream": Mistake(
+        in_run(START_EARLY, f"with _side(): {START_EARLY}"), schedule="late kernels", schemes=EARLY
+    ),
     "sums over ranks are not waited for": Mistake(methods=((Running, "_collect", _start_without_wait),), case="sinks"),
     # memory
     "a message is written to before it was sent": Mistake(
@@ -123,8 +143,18 @@ MISTAKES = {
     "buffers are taken again while they are used": Mistake(
         ((Buffers, "take", "and not is_shared(whole)", ""),), schedule=LATE, schemes=("ring", "hybrid(2,ring)")
     ),
+    "an early message is written to before it was sent": Mistake(
+        in_run(START_EARLY, START_EARLY + "; [m.zero_() for early in exchange.later for m in early.sends.values()]"),
+        schemes=EARLY,
+    ),
+    "early messages are sent from memory that is taken again": Mistake(
+        (*in_run(START_EARLY, START_EARLY + "; self.early = [early.sends for early in exchange.later]"),
+         *in_start("buffers = exchange.into\n", "buffers = exchange.into; "
+                   "[m.fill_(255) for early in self.__dict__.pop('early', ()) for m in early.values()]\n")),
+        schemes=EARLY,
+    ),
     "a message is unpacked in memory that is not its own": Mistake(
-        in_run("arrived = self._opened(exchange, buffers) if self.checked else buffers",
+        in_run("arrived = self._remove_headers(exchange, buffers) if self.checked else buffers",
                "arrived = {peer: torch.empty_like(buffer) for peer, buffer in buffers.items()}")
     ),
     "a pinned source is overwritten": Mistake(
@@ -159,6 +189,9 @@ MISTAKES = {
 
 # What differs from a mistake in one thing, and is right.
 RIGHT = {
+    "a second wait for early messages": Mistake(
+        in_wait_due(WAIT, "self.running.wait(works * 2)"), schedule=LATE, schemes=EARLY
+    ),
     "a second wait": Mistake(in_run(WAIT, "self.running.wait(works * 2)"), schedule=LATE),
     "messages are packed on another stream, which waits and is waited for": Mistake(
         in_run(SEND, f"with _joined(): {SEND}"), schedule=LATE,

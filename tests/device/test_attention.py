@@ -50,6 +50,27 @@ def test_a_hundred_new_batches_prepared_in_a_thread_have_the_bits_of_the_cpu(for
         assert sizes[1] <= 2**20  # small and bounded: plans that are dropped free theirs
 
 
+@pytest.mark.parametrize("form", ["standin", "cuda"])
+def test_prepared_mixers_copy_no_tables_in_their_first_call(form):
+    seeds = share(range(39), 3, form)
+    for copies, results in ranks(2, form).run(work.prepared_mixers, seeds, "all late", timeout=300):
+        assert copies["thread"] > 2 * len(seeds)
+        assert copies["loop"] == 0
+        assert results == {"same": 2 * len(seeds)}
+
+
+def test_mixers_that_do_not_wait_for_the_stream_that_prepared_them_are_seen():
+    pool = ranks(2)
+    for _, results in pool.run(work.prepared_mixers, range(9), "all late", True, timeout=60):
+        assert results == {"same": 18}
+    try:
+        found = pool.run(work.prepared_mixers, range(9), "all late", True, False, timeout=60)
+    except Exception:  # numbers that are not there yet may be no rows at all
+        found = [({}, {"other": 1})]
+    pool.end()  # messages may be under way
+    assert sum(results["other"] for _, results in found) > 0
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_convolutions_are_those_of_the_cpu(world):
     ranks(world).run(work.convolutions, share(range(40), 5), ("all late",))

@@ -41,7 +41,9 @@ def run_cases(seeds, world):
             made = on_rank(case)
         steps = [s for way in ("forward", "backward") for s in case.plan.halo.steps(dist.get_rank(), way)]
         sizes, rank = case.plan.halo.sizes, dist.get_rank()
-        assert traffic.sent(rank) == sum(t.piece.num_bytes(sizes) for s in steps for t in s.transfers if t.src == rank)
+        assert traffic.sent_bytes(rank) == sum(
+            t.piece.num_bytes(sizes) for s in steps for t in s.transfers if t.src == rank
+        )
         found.append((seed, str(case), errors(case, made)))
     return found
 

@@ -72,7 +72,7 @@ def run_cases(seeds, world):
         own = [layout.shard(t, rank, 2).requires_grad_() for t in (q, k, v)]
         with observe() as traffic:
             out, lse = ls.attention(*own, plan, group=dist.group.WORLD, return_lse=True)
-        assert traffic.sent(rank) == sum(
+        assert traffic.sent_bytes(rank) == sum(
             t.piece.num_bytes(plan.sizes) for s in plan.steps(rank) for t in s.transfers if t.src == rank
         )
         out.backward(layout.shard(dout, rank, 2))

@@ -17,7 +17,7 @@ from longspan.testing.oracle import dense_attention
 
 PATIENCE = 3.0
 STEPS = 1024
-"""Steps that a tag can tell; those from ALIKE on are not of a schedule."""
+"""Steps that a tag can tell; those from COMPARED on are not of a schedule."""
 
 
 class LazyGroup(dist.ProcessGroup):
@@ -41,12 +41,12 @@ class LazyGroup(dist.ProcessGroup):
         self.joined = True
 
     def send(self, tensors, dst, tag=0):
-        if tag % STEPS < trust_group.ALIKE:
+        if tag % STEPS < trust_group.COMPARED:
             self.join("send")
         return self.inner.send(tensors, dst, tag)
 
     def recv(self, tensors, src, tag=0):
-        if tag % STEPS < trust_group.ALIKE:
+        if tag % STEPS < trust_group.COMPARED:
             self.join("recv")
         return self.inner.recv(tensors, src, tag)
 

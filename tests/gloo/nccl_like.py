@@ -28,7 +28,7 @@ from longspan.run import group as trust_group
 
 DEVICE = torch.device("cuda", 0)
 STEPS = 1024
-"""Steps that a tag can tell; those from ALIKE on are messages of the host."""
+"""Steps that a tag can tell; those from COMPARED on are messages of the host."""
 TICK = 0.003
 
 
@@ -65,7 +65,7 @@ class NcclLike(dist.ProcessGroup):
     # -- what PyTorch and Longspan ask for --------------------------------------------------------------------------
 
     def send(self, tensors, dst, tag=0):
-        if tag % STEPS >= trust_group.ALIKE and self.gloo is not None:
+        if tag % STEPS >= trust_group.COMPARED and self.gloo is not None:
             return self.gloo.send(tensors, dst, tag)
         key, raw = self._next(self.rank(), dst), tensors[0].detach().contiguous().view(torch.uint8).numpy().tobytes()
         state = {}
@@ -79,7 +79,7 @@ class NcclLike(dist.ProcessGroup):
         return self._begin(progress)
 
     def recv(self, tensors, src, tag=0):
-        if tag % STEPS >= trust_group.ALIKE:
+        if tag % STEPS >= trust_group.COMPARED:
             return self.gloo.recv(tensors, src, tag)
         key, (tensor,) = self._next(src, self.rank()), tensors
 

@@ -36,7 +36,9 @@ def run_one(p, way, rank):
         with observe() as traffic:
             out = checkpoint(call, *own.values(), use_reentrant=way == "reentrant")
             out.backward(dout)
-        assert traffic.sent(rank) == 2 * _sent(plan, rank, "forward") + _sent(plan, rank, "backward"), "not once more"
+        assert traffic.sent_bytes(rank) == 2 * _sent(plan, rank, "forward") + _sent(plan, rank, "backward"), (
+            "not once more"
+        )
     elif way == "two in flight":
         one, two = call(*own.values()), call(*own.values())
         (0.75 * one).backward(dout)
@@ -47,7 +49,7 @@ def run_one(p, way, rank):
             before = call(*own.values()) if way == "no_grad first" else None
         with observe() as traffic:
             out = call(*own.values())
-        assert traffic.sent(rank) == _sent(plan, rank, "forward")
+        assert traffic.sent_bytes(rank) == _sent(plan, rank, "forward")
         assert before is None or (torch.equal(before, out) and not before.requires_grad)
         if way == "backward twice":
             out.backward(0.5 * dout, retain_graph=True)

@@ -80,7 +80,7 @@ PLANTED = {
     "wrong_kernel": (["operators.cpu_flash.float16"], "dq is off by"),
     "kernel_reads_beside": (["operators.cpu_flash.float16"], "is off by"),
     "slow_link": (["time.links"], "from rank 1 to rank 2"),
-    "sync": (["host.waits"], "the host waits for the device (_local_scalar_dense)"),
+    "sync": (["host.waits"], "(_local_scalar_dense"),
     "copy": (["host.waits"], "copies"),
     "hoard": (["memory.exchange.causal", "memory.exchange.window", "memory.ring.causal"], "the plan says"),
     "raises": (["exact.exchange"], "rank 2: OSError: cannot read PATH"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longspan.run.group import ALIKE, ROWS, TABLE, VERDICT, Call, Running, Safety
+from longspan.run.group import COMPARED, ROWS, TABLE, VERDICT, Call, Running, Safety
 from tests.gloo import order_work
 from tests.pool import end_all, pool
 
@@ -92,7 +92,7 @@ CHANGES = {"fingerprint": "ac" * 32, "direction": "backward", "forward": 4, "nam
 
 def tags(call, number=7, training_step=3):
     running = Running(SimpleNamespace(training_step=training_step), call, number, None)
-    return [running.tag(step) for step in range(ALIKE)], [running.tag(step) for step in (ROWS, VERDICT, TABLE)]
+    return [running.tag(step) for step in range(COMPARED)], [running.tag(step) for step in (ROWS, VERDICT, TABLE)]
 
 
 @pytest.mark.parametrize("field", CHANGES)

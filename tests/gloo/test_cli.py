@@ -227,6 +227,11 @@ REFUSALS = [
     (("plan", "--seq", "8k", "--fetch-bytes", "1"), "fetch_bytes must be at least 65536"),
     (("plan", "--seq", "8k", "--scheme", ""), "scheme must be one of"),
     (("plan", "--seq", "8k", "--docs", "short", "--seed", "-1"), "--seed must be 0 or more, but got -1."),
+    (("plan", "--seq", "8k", "--seed", "1"), "--seed needs drawn documents (longtail, short, mixed), but got --docs"),
+    (("plan", "--seq", "8k", "--scheme", "ring", "--fetch-bytes", "1M"), "--fetch-bytes needs a scheme with exchange"),
+    (("plan", "--seq", "1G"), "2**63 pairs of tokens over 32 heads, but got one of 1,073,741,824 tokens"),
+    (("plan", "--model", "deepseek-v3", "--seq", "512M", "--gpus", "8"), "2**63 pairs of tokens over 128 heads"),
+    (("plan", "--model", "qwen3-8", "--seq", "8k"), "but got 'qwen3-8'. Did you mean qwen3-8b?"),
     (("compare", "--seq", "8k", "--layouts", "zigzag,magic"), "--layouts must be of balanced"),
     (("compare", "--seq", "8k", "--layouts", ""), "--layouts must be of balanced"),
     (
@@ -303,6 +308,16 @@ def test_hostile_length_files_are_refused(longspan, tmp_path, text, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "doctor"])
+def test_commands_that_need_torch_name_it(longspan, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, err = longspan(command)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        f"longspan {command}: this command needs torch, which is not installed. Install PyTorch."
+    )
 
 
 def test_errors_of_a_process_carry_no_traceback():

@@ -167,6 +167,9 @@ def test_the_loss_of_one_process_is_cross_entropy():
     narrow = token_loss(logits.bfloat16(), labels, group=None, gradients="sum")
     assert narrow.dtype == torch.float32
     narrow.backward()
+    total = token_loss(logits, labels, group=None, gradients="sum", reduction="sum")
+    half = token_loss(logits, labels, group=None, gradients="sum", num_tokens=0.5)  # a count that was scaled
+    assert torch.allclose(half, 2 * total)
     nothing = token_loss(logits, torch.full_like(labels, -100), group=None, gradients="sum", num_tokens=0)
     assert nothing.item() == 0.0
     assert torch.equal(torch.autograd.grad(nothing, logits)[0], torch.zeros_like(logits))

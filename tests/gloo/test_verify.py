@@ -316,6 +316,36 @@ def test_budgets_grow_with_what_is_hard_and_factor_multiplies_them():
     assert wide.checks[0].budget == pytest.approx(10 * easy.checks[0].budget)
 
 
+def test_sinks_without_gradients_are_no_false_alarm():
+    plan, sinks = small(), torch.linspace(-1, 1, 4)
+    report = verify(lambda q, k, v: loopback_attention(q, k, v, plan, sinks=sinks), None, plan, sinks=sinks)
+    assert report.ok, report
+    assert [check.tensor for check in report.checks] == ["out", "dq", "dk", "dv"]
+    other = verify(lambda q, k, v: loopback_attention(q, k, v, plan, sinks=-sinks), None, plan, sinks=sinks)
+    assert not other.ok
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (lambda out: (out, torch.zeros(1, 64, 4)), "lse of another shape"),
+        (lambda out: (out, "lse"), "lse of another shape"),
+        (lambda out: (out, None, None), "output of another shape"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_not_ignored(result, cause):
+    plan = small()
+    report = verify(lambda q, k, v: result(loopback_attention(q, k, v, plan)), None, plan)
+    assert report.causes == (cause,)
+    assert verify(lambda q, k, v: (loopback_attention(q, k, v, plan), None), None, plan).ok
+
+
+def test_lse_of_one_rank_only_is_told_and_nobody_hangs():
+    ok, findings, text = on_ranks(2, work.check_call, "one_lse")
+    assert not ok
+    assert (findings[0].cause, findings[0].ranks) == ("lse of another shape", (1,)), text
+
+
 # -- training steps ----------------------------------------------------------------------------------------------------
 
 STEPS = {
@@ -374,6 +404,35 @@ def test_wrong_logits_name_positions_and_the_leak():
     assert "The one-device run leaks" not in text
     _, findings, _ = on_ranks(2, work.check_step, "documents", with_logits=False)
     assert {finding.cause for finding in findings} == {"mask replaced by plain causal"}
+
+
+def test_a_leak_shows_though_all_tokens_are_equal():
+    model, batch = work.Model(), work.make_batch()
+    batch["input_ids"] = torch.zeros_like(batch["input_ids"])
+    leaking = lambda m, b, *_: work.whole_step(m, b, masks.causal(work.TOTAL))  # noqa: E731
+    layout = layouts.contiguous(work.TOTAL, 1)
+    report = verify_model(model, batch, local=leaking, whole=leaking, mask=work.PACKED, layout=layout)
+    assert {finding.what.split(",")[0] for finding in report.findings} == {"leak", "mixes documents"}
+
+
+def test_detached_logits_and_sparse_gradients_are_compared():
+    """A wrong loss is reported, though no known mistake can be tried on logits without a graph."""
+    model, batch = work.Model(), work.make_batch()
+    model.embed.sparse = True
+
+    def step(mask, factor=1.0):
+        def run(model, batch, *_):
+            loss, logits = work.whole_step(model, batch, mask)
+            return loss * factor, logits.detach()
+
+        return run
+
+    common = {"mask": work.PACKED, "layout": layouts.contiguous(work.TOTAL, 1), "whole": step(work.PACKED)}
+    assert verify_model(model, batch, local=step(work.PACKED), **common).ok
+    report = verify_model(model, batch, local=step(work.PACKED, 1.5), **common)
+    assert {finding.cause for finding in report.findings} == {"gradients scaled", "not recognised"}
+    compiled = torch.compile(model, backend="eager")
+    assert verify_model(compiled, batch, local=step(work.PACKED), **common).ok
 
 
 def test_a_leak_that_both_runs_have_is_found():

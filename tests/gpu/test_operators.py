@@ -16,6 +16,7 @@ from longspan.kernels import Kernel, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
 from longspan.tile import KnownTiles, Tile, accumulation_dtype
 from longspan.verification.reference import (
+    SAMPLES,
     Answer,
     Budget,
     Jitter,
@@ -23,7 +24,6 @@ from longspan.verification.reference import (
     budgets,
     compare_tensor,
     reference_result,
-    sample_rounding,
     unit,
     units,
 )
@@ -166,9 +166,8 @@ def _expected(case: OperatorCase, dtype: torch.dtype) -> tuple[Answer, dict[str,
     inputs, meaning = case.tensors(dtype), Meaning(case.seen(), case.scale)
     truth = reference_result(meaning, *inputs)
     narrow, broad = units(dtype)
-    played = sample_rounding(
-        lambda n: reference_result(meaning, *inputs, Jitter(narrow, broad, torch.Generator().manual_seed(1 + n)))
-    )
+    jitters = [Jitter(narrow, broad, torch.Generator().manual_seed(1 + number)) for number in range(SAMPLES)]
+    played = [reference_result(meaning, *inputs, jitter) for jitter in jitters]
     allowed = budgets(truth, played, 2, MIN_ROUNDINGS * unit(accumulation_dtype(dtype)), 1.0)
     if narrow != broad:
         # An lse that is off by x multiplies a row's probabilities by 1 + x.

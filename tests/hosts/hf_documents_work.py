@@ -50,14 +50,14 @@ def batches_for(ranks, **changes):
 def reference():
     """Losses and gradient norms of every step, document by document in plain transformers, and documents by epoch."""
     import longspan as ls
-    from longspan.planning.batches import shuffled
+    from longspan.planning.batches import shuffled_numbers
 
     data = documents()
     model = model_of("llama", "eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.0)
     steps = ls.batches([len(x["input_ids"]) for x in data], ranks=1, seed=SEED, **batches_for(1))
     found = []
-    for number in [*range(len(steps)), *shuffled(len(steps), SEED + 1).tolist()]:
+    for number in [*range(len(steps)), *shuffled_numbers(len(steps), SEED + 1).tolist()]:
         numbers = np.concatenate([micro.documents for micro in steps[number]]).tolist()
         rows = [(torch.tensor([data[i]["input_ids"]]), torch.tensor(data[i]["labels"])) for i in numbers]
         count, total = sum(int((labels[1:] != -100).sum()) for _, labels in rows), 0.0
@@ -78,8 +78,10 @@ def reference():
 def mistaken(mistake):
     """A mistake in what the trainer does with a step."""
     from longspan.huggingface import documents as module
+    from longspan.huggingface.trainer import ContextParallelTrainer
 
     read, parts = module.Steps.__getitem__, module.StepLoader.parts
+    compute_loss = ContextParallelTrainer.compute_loss
 
     def lost(self, number):
         item = read(self, number)
@@ -93,7 +95,16 @@ def mistaken(mistake):
     def shortened(self, number):
         return iter(list(parts(self, number))[1:])
 
+    def averaged(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # means of micro-batches
+        count = (inputs["labels"] != -100).sum().clamp(min=1) * self.current_gradient_accumulation_steps
+        return compute_loss(self, model, inputs, return_outputs, count)
+
+    def all_tokens(self, batches, device):  # also prompts and first tokens, which are not predicted
+        return torch.tensor(sum(batch["labels"].numel() for batch in batches))
+
     patches = {
+        "averaged": (ContextParallelTrainer, "compute_loss", averaged),
+        "all tokens": (ContextParallelTrainer, "_get_num_items_in_batch", all_tokens),
         "lost": (module.Steps, "__getitem__", lost),
         "doubled": (module.StepLoader, "parts", doubled),
         "shortened": (module.StepLoader, "parts", shortened),

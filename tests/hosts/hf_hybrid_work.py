@@ -130,7 +130,7 @@ def _tokens(recurrence, tokens, shared):
     import numpy as np
 
     from longspan.mixers.scan_reference import ScanWork, Segments
-    from longspan.testing.oracle import recurrence_by_tokens
+    from tests.scan_oracle import recurrence_by_tokens
 
     batch, length = tokens[0].shape[:2]
     table = np.array([(row, 0, length) for row in range(batch)])

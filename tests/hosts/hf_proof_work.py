@@ -83,8 +83,8 @@ def images(folder):
     import transformers as hf
 
     from longspan import huggingface
+    from longspan.huggingface.check import Form, random_batch, with_labels
     from longspan.huggingface.tiny import build, tiny_config
-    from longspan.huggingface.trial import Form, random_batch, with_labels
 
     os.environ["XDG_CACHE_HOME"] = folder
     logging.getLogger("transformers").setLevel(logging.ERROR)

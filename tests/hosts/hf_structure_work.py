@@ -108,6 +108,23 @@ def per_token_heads():
     return found
 
 
+def gathered_penalty():
+    """The error of a gradient penalty behind the gather of a pooler."""
+    from types import SimpleNamespace
+
+    from longspan.huggingface.hooks import gather_all_tokens
+    from longspan.layouts import contiguous
+
+    sequence = SimpleNamespace(layout=contiguous(4, 2), group=dist.group.WORLD)
+    x = torch.arange(2.0).view(1, 2, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(gather_all_tokens(x, sequence).pow(3).sum(), x, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def pooled_heads():
     """How far loss and gradients of heads that compute with whole sequences are off one device."""
     import transformers as hf

@@ -2,14 +2,14 @@
 
 import pytest
 
-from longspan.huggingface.structure import CHUNKED_MASKS_SINCE, HYBRIDS_SINCE, installed
+from longspan.huggingface.structure import CHUNKED_MASKS_SINCE, HYBRIDS_SINCE, transformers_version
 
 LATER = {"falcon_h1": (5, 17), "nemotron_h": (5, 17), "lfm2": (5, 21), "lfm2_moe": (5, 21)}
-HAS_HYBRIDS = installed() >= HYBRIDS_SINCE
-HAS_CHUNKED_MASKS = installed() >= CHUNKED_MASKS_SINCE
-RESUMES_ON_CPUS = installed() >= (5, 18)
+HAS_HYBRIDS = transformers_version() >= HYBRIDS_SINCE
+HAS_CHUNKED_MASKS = transformers_version() >= CHUNKED_MASKS_SINCE
+RESUMES_ON_CPUS = transformers_version() >= (5, 18)
 """Before it, transformers loads optimizers to "cpu:0" on ranks without GPUs, which PyTorch refuses."""
-TRAINS_SHARDED = installed() >= (5, 19)
+TRAINS_SHARDED = transformers_version() >= (5, 19)
 """Before it, transformers' Trainer wraps a model that `from_pretrained` has sharded by DDP, which fails."""
 NO_HYBRIDS = (
     "hybrid models go over ranks from transformers 5.15 on, Falcon-H1 and Nemotron-H from 5.17, LFM2 from 5.21 on"
@@ -19,7 +19,7 @@ REFUSED_BEFORE = "has a convolution over tokens, which Longspan can replace in t
 
 def has_hybrid(model_type):
     """Whether Longspan spreads this type over ranks with the installed transformers."""
-    return installed() >= LATER.get(model_type, HYBRIDS_SINCE)
+    return transformers_version() >= LATER.get(model_type, HYBRIDS_SINCE)
 
 
 def checkpoint_layers(model, options=None):

@@ -87,7 +87,7 @@ def test_trl_trains_alike(folder):
     assert difference(found["curve"]) <= CLOSE
 
 
-@pytest.mark.parametrize("mistake", ["lost", "doubled", "shortened"])
+@pytest.mark.parametrize("mistake", ["lost", "doubled", "shortened", "averaged", "all tokens"])
 def test_mistakes_change_losses(folder, mistake):
     found = over_ranks(1, str(folder / mistake), mistake=mistake)
     assert difference(found["curve"]) > 1e-3

@@ -155,11 +155,11 @@ def test_packed_documents_with_a_cache_equal_eager(family):
 
 
 def test_positions_start_again_with_every_document_of_every_row():
-    from longspan.huggingface.batches import Reading, positions_of
+    from longspan.huggingface.batches import BatchInfo, positions_of
 
     numbers = np.repeat([[0, 1], [0, 1]], 20, axis=1)
     numbers[0, 20:25], numbers[1, 10:20] = 0, 1
-    found = positions_of(Reading({}, 2, 40, None, numbers), "document", "count", None)
+    found = positions_of(BatchInfo({}, 2, 40, None, numbers), "document", "count", None)
     assert found.tolist() == [[*range(25), *range(15)], [*range(10), *range(30)]]
 
 

@@ -119,9 +119,9 @@ def test_modules_that_cannot_be_tiled_are_refused():
         tile(layer, 2)
     with pytest.raises(ValueError, match="`chunks` must be a positive integer, but got 0"):
         tile(Layer(nn.Linear(8, 8)), 0)
-    with pytest.raises(ValueError, match="were found in Linear"):
+    with pytest.raises(ValueError, match="are in Linear"):
         tile(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="0 of 1 were found"):
+    with pytest.raises(ValueError, match="0 of 1 are in"):
         tile(Layer(nn.Linear(8, 8)), modules=[nn.Linear(8, 8)])
     layer = Layer(nn.Identity())
     tile(layer, 2)
@@ -208,6 +208,82 @@ class Counting(nn.Linear):
         if self.counts:
             self.seen += x.shape[1]
         return super().forward(x)
+
+
+class Balanced(nn.Linear):
+    """Keeps the loss of its last call, in an attribute, a list or a buffer."""
+
+    def __init__(self, place):
+        super().__init__(8, 8)
+        self.place, self.losses = place, []
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.place == "attribute":
+            self.loss = out.square().mean()
+        elif self.place == "list":
+            self.losses.append(out.square().mean())
+        else:
+            self.mean = 0.9 * self.mean + out.detach().mean()
+        return out
+
+
+class Caching(nn.Linear):
+    """Casts its weight once."""
+
+    def forward(self, x):
+        if not hasattr(self, "cached"):
+            self.cached = self.weight.detach().clone()
+        return nn.functional.linear(x, self.cached, self.bias)
+
+
+class Added(nn.Module):
+    def forward(self, x):
+        return x.add_(1)
+
+
+class Centered(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
+def test_modules_that_keep_tensors_of_a_call_are_refused_in_tiles(place):
+    layer = Layer(Balanced(place))
+    tile(layer, 2)
+    with pytest.raises(ValueError, match="must not keep tensors of a call in attributes"):
+        layer(torch.randn(1, 96, 8))
+    layer, x = Layer(Caching(8, 8)), torch.randn(1, 96, 8)
+    tile(layer, 2)
+    assert torch.allclose(layer(x), Caching.forward(layer.mlp, x), atol=1e-6)
+
+
+def test_modules_that_change_their_input_are_refused_in_tiles():
+    layer, x = Layer(Added()), torch.randn(1, 96, 8)
+    before = x.clone()
+    tile(layer, 2)
+    with pytest.raises(ValueError, match="must not change its input in place"):
+        layer(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("mlp", [nn.AlphaDropout(0.5), nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8))])
+def test_modules_are_checked_for_tiles_in_training_after_evaluation(mlp):
+    layer, x = Layer(mlp).eval(), torch.randn(1, 96, 8)
+    tile(layer, 2)
+    layer(x)
+    layer.train()
+    with pytest.raises(ValueError, match=r"separately|must not change its buffers"):
+        layer(x)
+
+
+def test_equal_tokens_do_not_pass_the_check_for_tiles():
+    layer = Layer(Centered())
+    tile(layer, 2)
+    layer(torch.ones(1, 96, 8))
+    with pytest.raises(ValueError, match="treat each token separately"):
+        layer(torch.randn(1, 96, 8))
 
 
 @pytest.mark.parametrize("reach", [2, 8, 16, 64])

@@ -21,8 +21,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def proved(name, form=None, **changes):
-    from longspan.huggingface.check import prove
-    from longspan.huggingface.trial import Form
+    from longspan.huggingface.check import Form, prove
 
     kind = getattr(hf, name)
     return prove(kind, kind.config_class(**changes), form or Form())
@@ -51,7 +50,7 @@ def test_models_that_are_right_are_accepted(name):
 
 
 def test_padded_and_packed_batches_have_proofs_of_their_own():
-    from longspan.huggingface.trial import Form
+    from longspan.huggingface.check import Form
 
     for form in (Form(padding="right"), Form(padding="left"), Form(packed="position_ids", positions=True)):
         assert proved("LlamaForCausalLM", form).ok
@@ -92,7 +91,7 @@ def test_a_proof_takes_seconds():
 
 
 def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
-    from longspan.huggingface.trial import Form
+    from longspan.huggingface.check import Form
 
     packed = Form(packed="position_ids", positions=True)
     assert "one answer from a row" in proved("Zamba2ForSequenceClassification", packed).reason
@@ -101,8 +100,8 @@ def test_one_answer_from_packed_documents_has_no_meaning_with_recurrences():
 
 def test_a_remembered_proof_takes_milliseconds(tmp_path):
     from longspan.huggingface.batches import read_batch
+    from longspan.huggingface.check import Form
     from longspan.huggingface.first_use import check_path, get_rules, load_or_run_check
-    from longspan.huggingface.trial import Form
 
     class One:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)
@@ -141,9 +140,9 @@ def test_nothing_of_the_caller_is_disturbed():
 
 
 def test_float32_inside_of_a_proof_is_float64():
-    from longspan.huggingface.trial import Wide
+    from longspan.huggingface.check import Float64Mode
 
-    with Wide():
+    with Float64Mode():
         made = torch.ones(2).float(), torch.zeros(2, dtype=torch.float32), torch.ones(2).to(torch.float32)
         halves = torch.ones(2).to(torch.bfloat16)
     assert {x.dtype for x in made} == {torch.float64}

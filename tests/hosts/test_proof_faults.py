@@ -15,8 +15,7 @@ pytest.importorskip("transformers")
 
 from longspan.huggingface import first_use
 from longspan.huggingface.batches import read_batch
-from longspan.huggingface.check import prove
-from longspan.huggingface.trial import Form
+from longspan.huggingface.check import Form, prove
 from longspan.training import BatchError
 from tests.hosts import planted_layers
 from tests.hosts.hf_work import SIZES, batch_of

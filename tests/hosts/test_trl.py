@@ -14,8 +14,8 @@ from tests.hosts import trl_work as work
 from tests.pool import pool
 
 pytest.importorskip("trl")
-from longspan.huggingface.accelerate import each_once
-from longspan.huggingface.trl import _shared
+from longspan.huggingface.accelerate import drop_cp_duplicates
+from longspan.huggingface.trl import _broadcast_completions
 from longspan.training import BatchError
 
 pytestmark = pytest.mark.timeout(600)
@@ -106,16 +106,16 @@ def test_refusals(folder):
 def test_each_sequence_is_gathered_once():
     ranks = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2), dp=SimpleNamespace(size=lambda: 3))
     rows = torch.arange(24).reshape(12, 2)
-    assert torch.equal(each_once(rows, ranks), rows[[0, 1, 4, 5, 8, 9]])
-    assert each_once(list("aabbcc"), ranks) == list("abc")
-    assert each_once(([1, 1, 2, 2, 3, 3], torch.zeros(0, 4)), ranks)[0] == [1, 2, 3]
+    assert torch.equal(drop_cp_duplicates(rows, ranks), rows[[0, 1, 4, 5, 8, 9]])
+    assert drop_cp_duplicates(list("aabbcc"), ranks) == list("abc")
+    assert drop_cp_duplicates(([1, 1, 2, 2, 3, 3], torch.zeros(0, 4)), ranks)[0] == [1, 2, 3]
     alone = SimpleNamespace(cp=ranks.cp, dp=None)
-    assert each_once(list("xyxy"), alone) == ["x", "y"]
+    assert drop_cp_duplicates(list("xyxy"), alone) == ["x", "y"]
 
 
 def test_completions_that_cannot_be_sent_are_refused():
     with pytest.raises(BatchError, match="completions must be lists"):
-        _shared(([[1, 2]], [object()]), None)
+        _broadcast_completions(([[1, 2]], [object()]), None)
 
 
 @pytest.mark.nightly

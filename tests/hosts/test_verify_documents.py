@@ -11,7 +11,7 @@ from torch import nn
 
 from longspan.errors import PlanError
 from longspan.verification import VerifyError, verify_documents
-from longspan.verification.documents import CAUSE, read_documents
+from longspan.verification.documents import DOCUMENTS_LEAK, read_documents
 from tests.hosts import hf_hybrid_work, verify_documents_work
 from tests.pool import pool
 
@@ -47,7 +47,7 @@ def test_hybrids_leak_and_their_layer_is_named(model_type):
     model = hf_hybrid_work.model_of(model_type, "sdpa").float()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = verify_documents(model, hf_hybrid_work.batch_of("packed")[0])
-    assert report.causes == (CAUSE,)
+    assert report.causes == (DOCUMENTS_LEAK,)
     (finding,) = report.findings
     assert finding.what == f"mixes documents, first in {LEAKS[model_type]}"
     assert LEAKS[model_type] in str(report)
@@ -91,7 +91,7 @@ def test_a_step_whose_one_device_run_leaks():
     for said in pool(2).run(verify_documents_work.steps, timeout=250):
         (ok, causes, what), right = said
         assert not ok
-        assert causes == (CAUSE,)
+        assert causes == (DOCUMENTS_LEAK,)
         assert what == "mixes documents, first in model.layers.0.conv (Lfm2ShortConv)"
         assert right == (True, ())
 
@@ -224,3 +224,36 @@ def test_what_cannot_be_judged_is_refused(model, batch, options, message):
     with pytest.raises(PlanError) as refused:
         verify_documents(model, batch, run=run, **options)
     assert message in str(refused.value)
+
+
+class Fill(nn.Module):
+    """One more column with a constant."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, x):
+        fill = torch.finfo(x.dtype).min if self.fill is None else self.fill
+        return torch.cat((x, torch.full_like(x[..., :1], fill)), -1)
+
+
+@pytest.mark.parametrize("fill", [None, -torch.inf, 0.0])
+@pytest.mark.parametrize("ids", [[0] * 8, [4] * 8, [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_leaks_show_with_constant_logits_equal_tokens_and_quantized_weights(fill, ids):
+    for layer, is_right in ((Before(), False), (nn.SiLU(), True)):
+        model = nn.Sequential(nn.Embedding(9, 4), layer, nn.Linear(4, 9), Fill(fill))
+        model.scale = nn.Parameter(torch.arange(1, 11, dtype=torch.uint8), requires_grad=False)
+        report = verify_documents(
+            model,
+            {"input_ids": torch.tensor([ids])},
+            run=lambda model, batch: model(batch["input_ids"]) * model.scale.double(),
+            documents=[5, 3],
+        )
+        assert report.ok == is_right, report
+
+
+def test_embeddings_of_0_are_replaced_too():
+    model = nn.Sequential(nn.Linear(4, 4), Before())
+    batch = {"inputs_embeds": torch.zeros(1, 8, 4)}
+    assert not verify_documents(model, batch, run=lambda m, b: m(b["inputs_embeds"]), documents=[5, 3]).ok

@@ -91,7 +91,7 @@ def refusals():
         return config
 
     def batch(**tensors):
-        return titan._sharded(tensors, q, None, None, None)
+        return titan._shard_batch(tensors, q, None, None, None)
 
     cases = {
         "newer version": lambda: check_version("0.4.0"),
@@ -179,7 +179,7 @@ def windows():
     titan._parallelize(model, parallel_dims=dims, titans=lambda model, **_: model)
     positions = torch.cat([torch.arange(30), torch.arange(170)])[None]
     batch = {"input": positions, "positions": positions}
-    *_, given = titan._sharded(batch, positions, model, dims, config.parallelism)
+    *_, given = titan._shard_batch(batch, positions, model, dims, config.parallelism)
     lefts = {module.left for module in model.modules() if isinstance(module, titan.LongspanAttention)}
     return {name: shards.mask.area() for name, shards in given["attention_masks"].items()}, sorted(lefts)
 

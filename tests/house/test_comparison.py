@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import beside, beside_page
-from benchmarks.beside_probes import PROBES
+from benchmarks import comparison, comparison_page
+from benchmarks.comparison_probes import PROBES
 
 ROOT = Path(__file__).parents[2]
-FACTS = beside_page.facts()
+FACTS = comparison_page.facts()
 CELLS = {(row, column): system.get(column) for row, system in FACTS["systems"].items() for column in FACTS["columns"]}
 SOURCED = {**CELLS, **{(row["what"], key): ["Y", *row[key]] for row in FACTS["theirs"] for key in ("who", "longspan")}}
 
@@ -29,15 +29,15 @@ def faults(cell):
     if not cell or len(cell) < 3:
         return ["no source"]
     mark, _, *sources = cell
-    found = [] if mark in beside_page.MARKS else [f"mark {mark}"]
+    found = [] if mark in comparison_page.MARKS else [f"mark {mark}"]
     for source in sources:
         kind, _, rest = source.partition(":")
-        if beside_page.command(source):
+        if comparison_page.command(source):
             fine = exists(source)
         elif kind == "page":
             fine = (ROOT / "docs" / rest).exists()
         elif kind == "run":
-            fine = rest in PROBES and rest in beside_page.recorded()
+            fine = rest in PROBES and rest in comparison_page.recorded()
         elif kind == "wheel":
             fine = bool(re.fullmatch(r"[\w.-]+/[\d.]+\d", rest))
         elif kind == "https":
@@ -78,7 +78,7 @@ def test_the_test_notices(cell):
 
 
 def test_the_page_is_what_the_data_says():
-    assert (ROOT / "docs" / "comparison.md").read_text() == beside_page.page()
+    assert (ROOT / "docs" / "comparison.md").read_text() == comparison_page.page()
 
 
 def test_every_mark_of_the_tables_is_a_link():
@@ -98,27 +98,27 @@ def test_the_short_table_is_short():
 def test_the_short_table_has_the_marks_of_the_page():
     page = (ROOT / "docs" / "comparison.md").read_text()
     bare = re.sub(r"\[(?:\*\*)?([^\]*]+)(?:\*\*)?\]\(\S+(?: \"[^\"]*\")?\)", r"\1", page)
-    assert beside_page.short_table() in bare
+    assert comparison_page.short_table() in bare
 
 
 def test_bold_marks_were_run():
     """Bold, and "run" in its title: a cell with a probe or a command. Others are neither."""
-    names = {source: beside_page.how([source]) for cell in SOURCED.values() for source in cell[2:]}
+    names = {source: comparison_page.how([source]) for cell in SOURCED.values() for source in cell[2:]}
     assert {kind for source, kind in names.items() if source.startswith(("run:", "python ", "pytest "))} == {"run"}
     assert {kind for source, kind in names.items() if not source.startswith(("run:", "python ", "pytest "))} == {"read"}
     for cell in CELLS.values():
-        shown = beside_page.linked(cell, FACTS["repositories"])
+        shown = comparison_page.linked(cell, FACTS["repositories"])
         mark, title = re.fullmatch(r"\[(.+)\]\(\S+ \"(.+)\"\)", shown).groups()
-        was_run = any(beside_page.how([source]) == "run" for source in cell[2:])
+        was_run = any(comparison_page.how([source]) == "run" for source in cell[2:])
         assert (mark == f"**{cell[0]}**") == was_run == (" (run" in title)
-        assert title.startswith(beside_page.MARKS[cell[0]])
+        assert title.startswith(comparison_page.MARKS[cell[0]])
 
 
 def test_every_mark_has_a_colour():
     """The style sheet knows cells by the first word of their titles."""
     css = (ROOT / "docs" / "_static" / "site.css").read_text()
     coloured = re.findall(r"td a\[title\^=\"([^\"]+)\"\]", css)
-    assert set(coloured) == {re.split(r"[ ,]", word)[0] for word in beside_page.MARKS.values()}
+    assert set(coloured) == {re.split(r"[ ,]", word)[0] for word in comparison_page.MARKS.values()}
 
 
 def test_what_2_15_changed_has_sources():
@@ -130,38 +130,38 @@ def test_what_2_15_changed_has_sources():
 
 def test_every_probe_is_recorded_and_used():
     used = {source.removeprefix("run:") for cell in CELLS.values() for source in cell if source.startswith("run:")}
-    assert set(PROBES) == set(beside_page.recorded())
+    assert set(PROBES) == set(comparison_page.recorded())
     assert used == set(PROBES)
 
 
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
-        (beside.Answer("wrong", "off by 0.50"), 0),  # as the page has it
-        (beside.Answer("missing", "nothing here"), 0),
-        (beside.Answer("right", "1e-07"), 1),
-        (beside.Answer("refused", "ValueError: no"), 1),
+        (comparison.Answer("wrong", "off by 0.50"), 0),  # as the page has it
+        (comparison.Answer("missing", "nothing here"), 0),
+        (comparison.Answer("right", "1e-07"), 1),
+        (comparison.Answer("refused", "ValueError: no"), 1),
     ],
 )
 def test_the_exit_status(answer, status, monkeypatch, capsys):
-    monkeypatch.setattr(beside, "answered", lambda name: answer)
-    assert beside.main(["--only", "flex-score"]) == status
+    monkeypatch.setattr(comparison, "answered", lambda name: answer)
+    assert comparison.main(["--only", "flex-score"]) == status
     out = capsys.readouterr().out
     assert out.count("\n| flex-score") == 1
     assert ("(differs from docs/comparison.md)" in out) == bool(status)
 
 
 def test_answers_say_what_happened(monkeypatch):
-    monkeypatch.setitem(PROBES, "right", beside.PROBES["flex-score"].__class__("us", "", lambda: 1e-7))
-    monkeypatch.setitem(PROBES, "wrong", beside.PROBES["flex-score"].__class__("us", "", lambda: 0.5))
-    monkeypatch.setitem(PROBES, "nan", beside.PROBES["flex-score"].__class__("us", "", lambda: float("nan")))
-    monkeypatch.setitem(PROBES, "refused", beside.PROBES["flex-score"].__class__("us", "", lambda: 1 / 0))
-    assert str(beside.run_probe("right")) == "right: 1e-07"
-    assert str(beside.run_probe("wrong")) == "wrong: off by 0.50"
-    assert beside.run_probe("nan").kind == "wrong"
-    assert str(beside.run_probe("refused")) == "refused: ZeroDivisionError: division by zero"
+    monkeypatch.setitem(PROBES, "right", comparison.PROBES["flex-score"].__class__("us", "", lambda: 1e-7))
+    monkeypatch.setitem(PROBES, "wrong", comparison.PROBES["flex-score"].__class__("us", "", lambda: 0.5))
+    monkeypatch.setitem(PROBES, "nan", comparison.PROBES["flex-score"].__class__("us", "", lambda: float("nan")))
+    monkeypatch.setitem(PROBES, "refused", comparison.PROBES["flex-score"].__class__("us", "", lambda: 1 / 0))
+    assert str(comparison.run_probe("right")) == "right: 1e-07"
+    assert str(comparison.run_probe("wrong")) == "wrong: off by 0.50"
+    assert comparison.run_probe("nan").kind == "wrong"
+    assert str(comparison.run_probe("refused")) == "refused: ZeroDivisionError: division by zero"
 
 
 def test_what_is_not_installed_is_said(monkeypatch):
-    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
-    assert str(beside.answered("fla-cpu")) == "missing: fla not installed"
+    monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: None)
+    assert str(comparison.answered("fla-cpu")) == "missing: fla not installed"

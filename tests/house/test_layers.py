@@ -25,6 +25,7 @@ LAYERS = {
     "layouts": 2,
     "planning": 3,
     "_torch": 4,
+    "device_tables": 4,
     "tile": 4,
     "watch": 5,
     "validate": 5,

@@ -93,7 +93,7 @@ class Answers:
     def __init__(self, mask):
         self.mask = mask
 
-    def allowed(self, tile):
+    def allowed_pairs(self, tile):
         return self.mask[tile.q0 : tile.q1, tile.k0 : tile.k1]
 
 

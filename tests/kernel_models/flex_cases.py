@@ -7,8 +7,7 @@ import torch
 
 from longspan.kernels.contract import TileWork
 from longspan.masks.functions import Function
-from longspan.scoring.captured import Totals
-from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
+from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions, Totals
 from longspan.spans import Span
 from longspan.tile import Tile
 

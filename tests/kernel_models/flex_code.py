@@ -151,8 +151,8 @@ def generated(name: str) -> list[str]:
     case = CASES[name]
     with (
         pretended_h100(), FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch.object(_torch, "compiled", compiled), mock.patch.object(flex, "_compiled", {}),
-        mock.patch.object(_torch, "traced_gradient", gradient_by_cpu(_torch.traced_gradient)),
+        mock.patch.object(_torch, "compile_graph", compiled), mock.patch.object(flex, "_compiled", {}),
+        mock.patch.object(_torch, "trace_gradient", gradient_by_cpu(_torch.trace_gradient)),
     ):  # fmt: skip
         flex._blocks_of.cache_clear()
         q, k, v, dout, *tables = case.tensors("cuda")

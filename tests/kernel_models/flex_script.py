@@ -103,13 +103,13 @@ def callable_code(code: str):
 
 def wrong_blocks(stack):
     """The first listed block of every row is the next one."""
-    old = flex._listed
+    old = flex._list_blocks
 
     def changed(blocks):
         counts, order = old(blocks)
         return counts, order.roll(1, dims=-1)
 
-    stack.enter_context(mock.patch.object(flex, "_listed", changed))
+    stack.enter_context(mock.patch.object(flex, "_list_blocks", changed))
 
 
 def wrong_base(stack):

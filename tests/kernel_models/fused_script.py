@@ -172,6 +172,40 @@ def moves(generator):
     return max(error(a, b) for a, b in zip(found, right, strict=True))
 
 
+def products(generator):
+    """The largest error of row sums of products, as a share of the bound of a sum in any order; infinite where values
+    beyond the rows were read."""
+    pick = picker(generator)
+    dtype = DTYPES[pick(0, 4)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape = (pick(1, 3), pick(1, 4), pick(0, 60), pick(1, 40) if pick(0, 2) else 16 * pick(1, 9))
+    rows = []
+    for _ in range(2):
+        turned, tensor = not pick(0, 3), torch.randn(shape, generator=generator).to(dtype)
+        if not pick(0, 3):  # as the gradient of a sum, or of a slice of tokens that lie before heads
+            tensor = tensor[:, :, :1].expand(shape)
+        elif pick(0, 2):
+            tensor = guarded(tensor.mT if turned else tensor)[0]
+            tensor = tensor.mT if turned else tensor
+        elif pick(0, 2):
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        rows.append(tensor)
+    if shape[2] and pick(0, 2):
+        rows[0] = rows[0].clone()
+        rows[0][:, :, 0, 0] = (torch.inf, torch.nan)[pick(0, 2)]
+    found = fused.sum_products(*rows, wide)
+    assert (found.shape, found.dtype) == ((*shape[:3], 1), wide)
+    each = rows[0].double() * rows[1].double()
+    right, size = each.sum(-1, keepdim=True), each.abs().sum(-1, keepdim=True)
+    bound = torch.finfo(wide).eps * shape[3] * size
+    if wide == torch.float64:  # both are sums of roundings
+        bound = 2 * bound
+    same = found.double() == right
+    same |= ~right.isfinite() & (found.isnan() == right.isnan())
+    errors = ((found.double() - right).abs() / bound).masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf)
+    return float(errors.max()) if errors.numel() else 0.0
+
+
 def whole_runs(generator):
     """The largest difference that the kernels make to forward and backward over ranks, and how often they ran."""
     calls = 0
@@ -183,7 +217,7 @@ def whole_runs(generator):
         )
         inputs = [torch.randn((1, 4, 64, 8), generator=generator) for _ in range(4)]
         right = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
-        names = ("merge_rows", "finish_rows", "move_rows")
+        names = ("merge_rows", "finish_rows", "move_rows", "sum_products")
         counted = {name: getattr(fused, name) for name in names}
 
         def count(name, counted=counted):
@@ -197,10 +231,11 @@ def whole_runs(generator):
         for name in names:
             setattr(fused, name, count(name))
         memory_for, walk.memory_for = walk.memory_for, by_tables
+        is_fused, fused.is_fused = fused.is_fused, lambda _: True
         try:
             found = loopback.run_loopback(made, *inputs, kernel="reference", scale=0.3)
         finally:
-            walk.memory_for = memory_for
+            walk.memory_for, fused.is_fused = memory_for, is_fused
             for name, function in counted.items():
                 setattr(fused, name, function)
         worst = max(worst, *(error(a, b) for a, b in zip(found, right, strict=True)))
@@ -221,6 +256,7 @@ def results_of(path):
     cases = 40 if path is None else 14
     results = {"merge": max(merges(generator) for _ in range(cases))}
     results["moves"] = max(moves(generator) for _ in range(cases))
+    results["products"] = max(products(generator) for _ in range(2 * cases))
     if path is None:
         results["runs"], results["calls"] = whole_runs(generator)
     return results
@@ -235,7 +271,7 @@ def main(*paths):
             print(json.dumps(results_of(path)), flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            print(json.dumps({"merge": torch.inf, "moves": torch.inf}), flush=True)
+            print(json.dumps(dict.fromkeys(("merge", "moves", "products"), torch.inf)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models of the Triton kernels that move and merge rows, in PyTorch's operators.
+"""Models of the Triton kernels that move, merge and multiply rows, in PyTorch's operators.
 
 They take the arguments of the kernels, so that all of `run/fused.py` runs as it is, and find the rows of every program
 in the table by address, as the kernels do.
@@ -110,6 +110,26 @@ def state_kernel(
         whole[cells] = rows.to(whole.dtype)
 
 
+def products_kernel(
+    num_programs, dout, out, sums, tokens, heads, dim, *strides, ROWS, DIM, ALIGNED, enable_fp_fusion
+):  # fmt: skip
+    assert not enable_fp_fusion
+    assert dim <= DIM
+    blocks, program = -(-tokens // ROWS), torch.arange(num_programs)
+    plane, i = program // blocks, (program % blocks)[:, None] * ROWS + torch.arange(ROWS)
+    known = i < tokens
+    rows = []
+    for pointer, by in ((dout, strides[:3]), (out, strides[3:])):
+        if ALIGNED:
+            pointer.check_alignment(dim, by)
+        first = plane // heads * by[0] + plane % heads * by[1]
+        whole, cells = pointer.cells(dim, (first[:, None] + i * by[2])[known])
+        rows.append(whole[cells].to(sums.dtype))
+    size = sums.dtype.itemsize
+    whole, cells = sums.cells(1, (plane[:, None] * tokens + i)[known] * size)
+    whole[cells] = (rows[0] * rows[1]).sum(-1, keepdim=True)
+
+
 class Kernel:
     """A function in the place of a Triton kernel."""
 
@@ -134,7 +154,7 @@ def install(launch=at_once):
     that have the memory of its pointers."""
     fused.is_fused = lambda device: device.type != "cpu"
     fused.CELLS, fused._pointer = 64, Pointer
-    kernels = {function.__name__: Kernel(function, launch) for function in (rows_kernel, state_kernel)}
+    kernels = {function.__name__: Kernel(function, launch) for function in (rows_kernel, state_kernel, products_kernel)}
     sys.modules[OURS] = SimpleNamespace(**kernels)
 
 

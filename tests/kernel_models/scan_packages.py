@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from longspan.mixers.scan_reference import GatedDelta, LinearAttention, ScanWork, Segments, Ssd
-from longspan.testing.oracle import recurrence_by_tokens
+from tests.scan_oracle import recurrence_by_tokens
 
 
 def _packed(recurrence, tokens, initial_state, cu_seqlens):

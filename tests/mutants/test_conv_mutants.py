@@ -13,7 +13,7 @@ from longspan.planning.conv_plan import ConvPlan, Haloed
 from longspan.run import halo
 from longspan.run.recorder import Kind
 from longspan.spans import Span
-from longspan.testing import loopback
+from tests import conv_cases
 from tests.conv_cases import NAMES, conv_case, expected, worst
 
 MUTANTS = {}
@@ -62,13 +62,13 @@ def halo_of_another_batch_row(patch):
 @mutant
 def halo_gradient_lost(patch):
     """What other ranks send is not added."""
-    patch.setattr(halo.HaloBackwardWalk, "arrived", lambda self, transfer, rows: None)
+    patch.setattr(halo.HaloBackwardWalk, "store_arrival", lambda self, transfer, rows: None)
 
 
 @mutant
 def halo_gradient_twice(patch):
     """What other ranks send is added twice."""
-    arrived = halo.HaloBackwardWalk.arrived
+    arrived = halo.HaloBackwardWalk.store_arrival
 
     def twice(self, transfer, rows):
         copy = halo.TokenStore(
@@ -78,7 +78,7 @@ def halo_gradient_twice(patch):
         arrived(self, transfer, copy)
         arrived(self, transfer, rows)
 
-    patch.setattr(halo.HaloBackwardWalk, "arrived", twice)
+    patch.setattr(halo.HaloBackwardWalk, "store_arrival", twice)
 
 
 @mutant
@@ -143,19 +143,19 @@ def batch_rows_cut_alike(patch):
 @mutant
 def activation_before_the_convolution(patch):
     """The activation comes first."""
-    convolved = convolution.convolved
+    convolved = convolution.convolve_with_halos
 
     def early(rows, weight, bias, own, activation):
         rows = rows if activation is None else functional.silu(rows)
         return convolved(rows, weight, bias, own, None)
 
-    patch.setattr(loopback, "convolved", early)
+    patch.setattr(conv_cases, "convolve_with_halos", early)
 
 
 @mutant
 def padding_counted(patch):
     """Padding slots get an output as if they were tokens of zeros: the bias."""
-    convolved = OwnRows.convolved
+    convolved = OwnRows.convolve
 
     def counted(self, rows, weight, bias):
         found = convolved(self, rows, weight, bias)
@@ -164,13 +164,13 @@ def padding_counted(patch):
         real = found[:, : found.shape[1] - self.num_padding]
         return torch.cat((real, bias.expand(len(rows), self.num_padding, -1)), 1)
 
-    patch.setattr(OwnRows, "convolved", counted)
+    patch.setattr(OwnRows, "convolve", counted)
 
 
 @mutant
 def rows_in_the_order_of_positions(patch):
     """Own rows come out in the order of positions, not of slots."""
-    convolved = OwnRows.convolved
+    convolved = OwnRows.convolve
     places = {}
     of = OwnRows.of
 
@@ -185,7 +185,7 @@ def rows_in_the_order_of_positions(patch):
         return torch.cat((found[:, : len(order)][:, order], found[:, len(order) :]), 1)
 
     patch.setattr(OwnRows, "of", staticmethod(made))
-    patch.setattr(OwnRows, "convolved", sorted_rows)
+    patch.setattr(OwnRows, "convolve", sorted_rows)
 
 
 @mutant
@@ -238,7 +238,7 @@ def first_failure():
         for seed in SEEDS:
             case = conv_case(seed)
             x, weight, bias, dout = case.tensors
-            found = loopback.run_conv_loopback(case.plan, x, weight, bias, dout, activation=case.activation)
+            found = conv_cases.run_conv_loopback(case.plan, x, weight, bias, dout, activation=case.activation)
             for name, error in zip(NAMES, worst(found, expected(case)), strict=False):
                 assert error <= 1e-12, f"{name} is wrong by {error:.1e}, seed {seed}"
     except (AssertionError, RuntimeError, IndexError, KeyError, ls.LongspanError) as error:

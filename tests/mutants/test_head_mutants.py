@@ -10,7 +10,7 @@ from longspan.run.simulated import simulate
 from longspan.training import BatchError, Head, loss
 from longspan.training import loss_without_logits as head
 from longspan.training.loss import LossTerms, PerToken, SlabLoss
-from longspan.training.loss_without_logits import Gradients, SharedHere, SlabWork
+from longspan.training.loss_without_logits import Gradients, SlabWork, SumHere
 from tests.head_cases import BAR, check
 from tests.mutants.test_scan_mutants import plant
 
@@ -110,12 +110,12 @@ MUTANTS = {
     "-inf minus -inf": (loss, "facts_of", "most.masked_fill(most.isneginf(), 0.0)", "most"),
     # -- the form of logits
     "temperature of a soft cap is forgotten": (
-        head, "_shaped", "(work.soft_cap / work.temperature)", "(work.soft_cap)",
+        loss, "logits_of", "(work.soft_cap / work.temperature)", "(work.soft_cap)",
     ),
     "temperature comes before the soft cap": (
-        head, "_shaped",
-        "z.mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)",
-        "z.mul_(work.scale / work.soft_cap / work.temperature).tanh_().mul_(work.soft_cap)",
+        loss, "logits_of",
+        ".mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)",
+        ".mul_(work.scale / work.soft_cap / work.temperature).tanh_().mul_(work.soft_cap)",
     ),
     "the slope of a soft cap is 1": (head, "to_gradients", "value=-1", "value=0"),
     "the gradient is not scaled": (head, "to_gradients", "factor = work.scale / work.temperature", "factor = 1"),
@@ -123,8 +123,8 @@ MUTANTS = {
     "smoothing has no gradient": (LossTerms, "slopes", "-self.smoothing / max(num_words, 1)", "0.0"),
     "smoothing is over a rank's own words": (
         loss, "call_of",
-        "Inputs(shared(flat_values, group), weight, bias), work, num_words",
-        "Inputs(shared(flat_values, group), weight, bias), work, local",
+        'Inputs(sum_gradients(flat_values, group, "a head"), weight, bias), work, num_words',
+        'Inputs(sum_gradients(flat_values, group, "a head"), weight, bias), work, local',
     ),
     "smoothing leaves the label its whole share": (LossTerms, "slopes", "self.smoothing - 1)", "-1.0)"),
     "the slope of a square is one": (LossTerms, "slopes", "2 * self.z_loss * lse", "self.z_loss * lse"),
@@ -144,7 +144,7 @@ MUTANTS = {
     ),
     "the last slab's bias is all": (Gradients, "add", "self.bias += grad.sum(0)", "self.bias = grad.sum(0)"),
     "the last slab's weight is all": (
-        Gradients, "_add_to_weight", "addmm_(grads.t(), rows)", "addmm_(grads.t(), rows, beta=0)",
+        Gradients, "add", "addmm_(grads.t(), rows)", "addmm_(grads.t(), rows, beta=0)",
     ),
     "weights are summed in their own dtype": (
         Gradients, "__init__", "dtype=accumulation_dtype(x.dtype)", "dtype=x.dtype",
@@ -166,7 +166,7 @@ MUTANTS = {
         PerToken, "backward", "plain - of_entropy * work.rows_of(entropies, everything)", "plain",
     ),
     "hidden states have the gradient of a rank's own words": (
-        SharedHere, "backward", "tuple(total.to(grad.dtype) for grad in grads)", "grads",
+        SumHere, "backward", "*(total.to(grad.dtype) for grad in grads)", "*grads",
     ),
     "ranks with other tokens are taken for ranks with other words": (
         head, "_sizes", "if len(set(tokens)) > 1 or len(set(sums)) > 1", "if len(set(tokens)) > 1",

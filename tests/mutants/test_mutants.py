@@ -111,7 +111,7 @@ def on_the_wire(patch, role, change, kinds=(forward.ForwardWalk, backward.Backwa
     """Pieces of a role arrive as something else: change(list of tensors) -> list of tensors."""
     for kind in kinds:
 
-        def arrived(self, transfer, found, original=kind.arrived):
+        def arrived(self, transfer, found, original=kind.store_arrival):
             if transfer.piece.role is role:
                 made, parts = [], []
 
@@ -127,7 +127,7 @@ def on_the_wire(patch, role, change, kinds=(forward.ForwardWalk, backward.Backwa
                 found = dataclasses.replace(found, tensors=tuple(made))
             original(self, transfer, found)
 
-        patch.setattr(kind, "arrived", arrived)
+        patch.setattr(kind, "store_arrival", arrived)
 
 
 def steps(patch, change):
@@ -850,13 +850,13 @@ def kept_pieces_lost(patch):
 @mutant
 def returned_kv_not_taken(patch):
     """K and V that come back in backward are not taken up."""
-    arrived = backward.BackwardWalk.arrived
+    arrived = backward.BackwardWalk.store_arrival
 
     def ignoring(self, transfer, found):
         if transfer.piece.role is not Role.KV:
             arrived(self, transfer, found)
 
-    patch.setattr(backward.BackwardWalk, "arrived", ignoring)
+    patch.setattr(backward.BackwardWalk, "store_arrival", ignoring)
 
 
 @mutant

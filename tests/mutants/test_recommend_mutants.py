@@ -44,7 +44,7 @@ CHECKS = (
 MUTANTS = {
     "nothing is set aside": (recommend.Request.room.fget, " - RESERVE", ""),
     "what does not fit is listed": (
-        recommend.fitting_configurations, "found.memory.peak.size <= request.room", "True"
+        recommend.fitting_configurations, "configuration.memory.peak.size <= request.room", "True"
     ),
     "a bound that is too high leaves out what fits": (
         recommend.Request.least_bytes, "-(-self.seq_len // ranks)", "8 * self.seq_len"
@@ -54,10 +54,10 @@ MUTANTS = {
     "any slower one is listed": (recommend.best_of, "(1 - DIFFERENCE) *", "2 *"),
     "all that fit are listed": (recommend.best_of, "[:NUMBER]", ""),
     "the last divisor is forgotten": (recommend.divisors, "number + 1", "number"),
-    "one kernel is tried": (recommend.Request.planned, "in self.machines:", "in self.machines[:1]:"),
-    "one scheme is tried": (recommend.Request.planned, "(SCHEMES if", "(SCHEMES[:1] if"),
-    "a named scheme is ignored": (recommend.Request.planned, "if self.scheme is None else (self.scheme,)", ""),
-    "equal schemes are tried again": (recommend.Request.planned, "if names not in seen:", "if True:"),
+    "one kernel is tried": (recommend.Request.plans, "in self.machines:", "in self.machines[:1]:"),
+    "one scheme is tried": (recommend.Request.plans, "(SCHEMES if", "(SCHEMES[:1] if"),
+    "a named scheme is ignored": (recommend.Request.plans, "if self.scheme is None else (self.scheme,)", ""),
+    "equal schemes are tried again": (recommend.Request.plans, "if names not in seen:", "if True:"),
     "the optimizer stays": (recommend.Request.recipes.fget, "(False, True)", "(False,)"),
     "an optimizer on the host may stay": (
         recommend.Request.recipes.fget, "(True,) if self.recipe.offload_optimizer else ", ""
@@ -68,12 +68,12 @@ MUTANTS = {
     "any number of GPUs": (recommend.Request.__post_init__, "self.gpus < 1 or ", ""),
     "PyTorch's kernel is not named": (recommend.recommend, "own if best", "None if best"),
     "memory of cuDNN is known": (recommend.Planned.with_recipe, "is_known = all(", "is_known = True or all("),
-    "the one that needs most is the least": (recommend.thriftiest, "min(found", "max(found"),
+    "the one that needs most is the least": (recommend.thriftiest, "min(configurations", "max(configurations"),
     "more GPUs are said without a check": (
-        recommend.ways_to_fit, "if found is not None and found.memory.peak.size <= room:", "if found is not None:"
+        recommend.changes_that_fit, " and smallest.memory.peak.size <= room:", ":"
     ),
-    "adapters beside adapters": (recommend.ways_to_fit, "not request.recipe.lora and ", ""),
-    "adapters of experts": (recommend.ways_to_fit, " and why_no_lora(request.sizes) is None", ""),
+    "adapters beside adapters": (recommend.changes_that_fit, "not request.recipe.lora and ", ""),
+    "adapters of experts": (recommend.changes_that_fit, " and why_no_lora(request.sizes) is None", ""),
     "cuDNN without its name": (machine.machines_of_gpu, 'if name.startswith("fa")', ""),
     "any GPU": (machine.machines_of_gpu, "gpu not in GPU_MEMORY", "False"),
     "one node": (plan_gpus.launch_command, "if gpus > local", "if False"),

@@ -33,31 +33,32 @@ from tests.scan_cases import KINDS, errors, random_states, random_work
 IN_TURNS = ".unflatten(1, (-1, groups)).transpose(1, 2)"
 MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what stands there instead
     (ChunkedAttention.local, [
-        ("the entering state is lost", "_carried(states, step)", "_carried(states * 0, step)"),
-        ("the gradient of entering states is lost", "_carried(states, step)", "_carried(states.detach(), step)"),
+        ("the entering state is lost", "_carry_states(states, step)", "_carry_states(states * 0, step)"),
+        ("the gradient of entering states is lost", "_carry_states(states, step)",
+         "_carry_states(states.detach(), step)"),
         ("the gradient through leaving states is lost", ".flatten(1, 2), after",
          ".flatten(1, 2), after.detach() + 0 * after"),
         ("uncorrected values are read", "torch.cat(corrected) if corrected else self.v", "self.v"),
         ("D is forgotten", "out + self.skip", "out"),
     ]),
-    (ChunkedAttention._corrected, [
-        ("states are not decayed", "_added(whole * state,", "_added(state,"),
+    (ChunkedAttention._delta_step, [
+        ("states are not decayed", "_add_product(whole * state,", "_add_product(state,"),
         ("the correction has the wrong sign", "weights, state, -1)", "weights, state)"),
     ]),
-    (ChunkedAttention._decayed, [
+    (ChunkedAttention._decay_step, [
         ("states are not decayed without the delta rule", "whole[number], state", "whole[number] ** 0, state"),
     ]),
-    (ChunkedAttention._solved, [
-        ("beta is outside of the correction", "self.decays.entered * self.beta", "self.decays.entered"),
+    (ChunkedAttention._solve, [
+        ("beta is outside of the correction", "self.decays.from_start * self.beta", "self.decays.from_start"),
         ("beta is not in the system", "(self.k, self.k) * self.beta", "(self.k, self.k)"),
-        ("keys that read are not decayed", "(self.decays.entered * self.beta)", "self.beta"),
+        ("keys that read are not decayed", "(self.decays.from_start * self.beta)", "self.beta"),
     ]),
     (ChunkedAttention.summary, [
         ("M is transposed", "return m, u", "return m.mT, u"),
         ("M and U are in the wrong order", "u, m = after.split((v, k), -1)", "m, u = after.split((k, v), -1)"),
         ("M begins with nothing", "torch.cat((start, one), -1)", "torch.cat((start, 0 * one), -1)"),
     ]),
-    (ChunkedDecays.passed, [
+    (ChunkedDecays.segment_decays, [
         ("M is that of the last chunk", "state + parts[number]", "parts[number] + 0 * state"),
     ]),
     (Decays.of.__func__, [
@@ -71,30 +72,30 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
     (Decays._halves.func, [
         ("the second half decays like the first", "self.exp(second - border)", "self.exp(border - first)"),
     ]),
-    (Decays._halved, [
+    (Decays._multiply_by_halves, [
         ("halves are swapped", "((b, 0), (a, 1))", "((b, 1), (a, 0))"),
     ]),
     (scan_reference._attention, [
         ("the scale is applied twice", "recurrence.scale, l2norm", "recurrence.scale**2, l2norm"),
-        ("keys are not normalised", "_scaled(k, 1.0, l2norm)", "k"),
+        ("keys are not normalised", "_scale(k, 1.0, l2norm)", "k"),
     ]),
-    (scan_reference._scaled, [("nothing is added to the sum of squares", " + EPSILON", "")]),
-    (scan_reference._folded, [("heads share keys in turns", ".unflatten(1, (groups, -1))", IN_TURNS)]),
-    (scan_reference.stepped, [
+    (scan_reference._scale, [("nothing is added to the sum of squares", " + EPSILON", "")]),
+    (scan_reference._token_folder, [("heads share keys in turns", ".unflatten(1, (groups, -1))", IN_TURNS)]),
+    (scan_reference.discretize, [
         ("states decay where a segment has ended", ".masked_fill(ended, 0)", ""),
         ("the bias of dt is forgotten", "dt if bias is None else dt + _of_heads(bias, dt)", "dt"),
         ("dt is not clamped", ".clamp(*recurrence.limits)", ""),
     ]),
-    (scan_reference.in_slots, [("the output is in the wider dtype", "out.to(values.dtype)", "out")]),
-    (scan_reference.own_precision, [
+    (scan_reference.unfold_output, [("the output is in the wider dtype", "out.to(values.dtype)", "out")]),
+    (scan_reference.without_autocast, [
         ("autocast narrows products", "enabled=False", 'enabled=torch.is_autocast_enabled("cpu")'),
     ]),
     (scan_reference._elements, [
         ("channels forget where a segment has ended", "a.masked_fill((table.slot < 0).unsqueeze(-1), 1)", "a"),
     ]),
-    (ChunkedElements._scanned, [("a channel's first decay is left out", "decays[0] if", "decays[0] ** 0 if")]),
+    (ChunkedElements._scan_chunks, [("a channel's first decay is left out", "decays[0] if", "decays[0] ** 0 if")]),
     (ChunkedElements.local, [("channels of chunks begin with nothing", "* before.unsqueeze(1)", "* 0")]),
-    (ChunkedElements.passed, [
+    (ChunkedElements.segment_decays, [
         ("M of channels is that of the last chunk", "whole[number] * state", "whole[number]"),
     ]),
     (ChunkTable.carry, [
@@ -104,7 +105,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("states leave in the order of lengths", "[self.place]", ""),
         ("states enter in the order of segments", "states[self.order]", "states"),
     ]),
-    (inspect.unwrap(scan_reference._cut), [
+    (inspect.unwrap(scan_reference._build_chunk_table), [
         ("chunks overlap by a token", "number * size)[:, None]", "number * size - (number > 0))[:, None]"),
         ("chunks begin a token late", "+ np.arange(size)", "+ np.arange(size) + (number > 0)[:, None]"),
         ("segments are a token longer", "slot < end[segment]", "slot < np.minimum(end + 1, slots)[segment]"),
@@ -128,7 +129,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
         ("packages: batch rows are all the first", "row * slots + first -", "first -"),
     ]),
     (Packing.unpack, [("packages: the output is moved on by one", "x.squeeze(0)", "x.squeeze(0).roll(1, 0)")]),
-    (MambaScan.summary, [("packages: M is 1", "passed(work)", "passed(work) ** 0")]),
+    (MambaScan.summary, [("packages: M is 1", "diagonal_maps(work)", "diagonal_maps(work) ** 0")]),
     (MambaScan.run, [
         ("packages: segments leave in the order of lengths", "torch.cat(after)[place]", "torch.cat(after)"),
         ("packages: groups overwrite one another", "out = out + table", "out = table"),
@@ -195,7 +196,7 @@ def problems():
 
 
 def first_failure():
-    for function in (scan_reference._cut, scan_reference._packing, scan_reference._tables):
+    for function in (scan_reference._build_chunk_table, scan_reference._packing, scan_reference._tables):
         function.cache_clear()
     try:
         for at, (kernel, work, states, limit) in enumerate(problems()):

@@ -41,7 +41,7 @@ def first_failure(count=12):
     """What goes wrong, or None."""
     for number in range(count):
         p = drawn(number)
-        scan_run._programs.clear()
+        walk._built.clear()
         if number not in EXPECTED:
             EXPECTED[number] = one_device(p)
         try:
@@ -114,12 +114,12 @@ MUTANTS = {
         "self.states[right], self.states[left]",
     ),
     "states enter other segments": (
-        LocalSegments, "of",
+        LocalSegments, "build",
         "np.flatnonzero(entered[each])",
         "np.flatnonzero(entered[each])[::-1].copy()",
     ),
     "states of other segments leave": (
-        LocalSegments, "of",
+        LocalSegments, "build",
         "np.flatnonzero(left[each])",
         "np.flatnonzero(left[each])[::-1].copy()",
     ),

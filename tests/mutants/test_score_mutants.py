@@ -15,7 +15,6 @@ from longspan.masks.functions import Elementwise, Function
 from longspan.run import passes
 from longspan.run.merge import Accumulator
 from longspan.scoring import biases as extras
-from longspan.scoring import captured
 from longspan.scoring import pipeline as scores
 from longspan.scoring.biases import RelativeBias
 from longspan.scoring.pipeline import Dropout, TilePairs, TilePositions
@@ -83,7 +82,7 @@ def queries_and_keys_swapped(patch):
 @mutant
 def mask_function_ignored(patch):
     """Where the mask's function decides, everything is allowed."""
-    patch.setattr(TilePairs, "allowed", lambda self, tile: torch.ones(tile.rows, tile.cols, dtype=torch.bool))
+    patch.setattr(TilePairs, "allowed_pairs", lambda self, tile: torch.ones(tile.rows, tile.cols, dtype=torch.bool))
 
 
 @mutant
@@ -120,17 +119,17 @@ def _first(allows, name):
 @mutant
 def mask_function_ignored_in_backward(patch):
     """Backward forgets the mask's function."""
-    gradient, apart = reference._score_gradient, reference._apart
+    gradient, hidden_pairs = reference._score_gradient, reference._hidden_pairs
 
     def forgetting(scores, block, panel):
-        return apart(scores, dataclasses.replace(block, asks=False), panel)
+        return hidden_pairs(scores, dataclasses.replace(block, asks=False), panel)
 
     def changed(*args):
-        reference._apart = forgetting
+        reference._hidden_pairs = forgetting
         try:
             return gradient(*args)
         finally:
-            reference._apart = apart
+            reference._hidden_pairs = hidden_pairs
 
     patch.setattr(reference, "_score_gradient", changed)
 
@@ -153,7 +152,7 @@ def lse_of_blind_rows_is_zero(patch):
 @mutant
 def functions_never_mapped(patch):
     """A function that adds up the tile it gets is called with tiles all the same."""
-    patch.setattr(Elementwise, "mapped", lambda self, *arguments: self.function(*arguments))
+    patch.setattr(Elementwise, "map_pairs", lambda self, *arguments: self.function(*arguments))
 
 
 @mutant
@@ -231,13 +230,13 @@ def bias_of_the_first_batch_row(patch):
 @mutant
 def captured_gradients_not_added_up(patch):
     """Each tile's gradient replaces the one before."""
-    add = captured.Totals.add
+    add = scores.Totals.add
 
     def replaced(self, number, index, gradient):
         self.sums[number].zero_()
         add(self, number, index, gradient)
 
-    patch.setattr(captured.Totals, "add", replaced)
+    patch.setattr(scores.Totals, "add", replaced)
 
 
 @mutant
@@ -252,7 +251,7 @@ def captured_elements_met_twice_count_once(patch):
             wide = gradient.reshape(*at[0].shape, *self.sums[number].shape[len(index) :])
             self.sums[number][at] = self.sums[number][at] + wide
 
-    patch.setattr(captured.Totals, "add", once)
+    patch.setattr(scores.Totals, "add", once)
 
 
 @mutant

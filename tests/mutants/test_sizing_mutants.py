@@ -16,12 +16,14 @@ from longspan.sizing import (
     families,
     memory,
     modules,
+    parallel,
     sizes_of,
     step_memory,
     time,
 )
 from tests.sizing_cases import MEASURED, config_of
 from tests.unit import test_sizing as checks
+from tests.unit import test_sizing_parallel as parallel_checks
 from tests.unit import test_sizing_time as time_checks
 
 EXACT = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "olmo", "olmo2", "lfm2")
@@ -105,6 +107,7 @@ CHECKS = (
     time_checks.test_model_flop_is_counted_as_published_utilisation_is,
     time_checks.test_money,
     time_checks.test_what_a_machine_does_not_say_is_not_guessed,
+    *parallel_checks.OF_MUTANTS,
 )
 MUTANTS = {
     "norms keep no float32": (modules.norm, "size, size + groups, for", "size, groups, for"),
@@ -129,15 +132,15 @@ MUTANTS = {
     ),
     "a shared expert is forgotten": (modules.qwen_experts, 'reader.model_type != "qwen3_moe"', "False"),
     "tied weights are counted twice": (modules.ModelSizes.root_params.fget, "1 if self.tied else 2", "2"),
-    "state is on every rank": (memory.TrainingStep.shard, "-(-count // self.ranks)", "count"),
+    "state is on every rank": (memory.TrainingStep.shard, "-(-(count - experts) // self.ranks)", "count"),
     "one moment of Adam": (memory.step_memory, "2 * shard * state_size", "shard * state_size"),
     "offload leaves inputs where they are": (memory.step_memory, "2 * rows", "len(layers) * rows"),
     "checkpoints keep everything": (
         memory.step_memory, "not recipe.checkpointing:\n        size", "True:\n        size"
     ),
-    "chunks save nothing": (memory._kept, "recipe.mlp_chunks > 1", "False"),
-    "norms are not in chunks": (memory._kept, "module.tiled or in_chunks", "in_chunks"),
-    "inputs of chunks are free": (memory._kept, "module.tiled if inputs is None else inputs", "0"),
+    "chunks save nothing": (memory._kept_bytes, "recipe.mlp_chunks > 1", "False"),
+    "norms are not in chunks": (memory._kept_bytes, "module.tiled or in_chunks", "in_chunks"),
+    "inputs of chunks are free": (memory._kept_bytes, "module.tiled if inputs is None else inputs", "0"),
     "the forward of attention is free": (memory._backward_of_blocks, "attention.forward,", "0,"),
     "a layer that runs again takes nothing": (memory._backward_of_blocks, "if recipe.checkpointing:", "if False:"),
     "kernels allocate nothing": (memory._backward_of_blocks, "attention.workspace or 0", "0"),
@@ -159,19 +162,23 @@ MUTANTS = {
     "nothing is computed again": (time._layer, "one.times(again)", "one.times(0)"),
     "chunks of an MLP run once": (time._layer, "step.recipe.mlp_chunks > 1", "False"),
     "backward reads no more than forward": (time._layer, "KEPT_BACKWARD / KEPT_FORWARD * ", ""),
-    "FSDP hides behind nothing": (time._exposed, "gather - forward", "gather"),
-    "gradients are not reduced": (time._exposed, "max(gather + reduce - backward, 0.0)", "max(gather - backward, 0.0)"),
-    "gradients are reduced as they are computed": (time._exposed, "step.recipe.state_size", "step.recipe.itemsize"),
-    "embedding and head come for free": (time._exposed, "return gather + reduce", "return 0.0"),
-    "a rank sends itself its own part": (time.gathered_seconds, "1 - inner / ranks", "1"),
-    "a node has one card": (time.gathered_seconds, "(inner * link.bandwidth)", "link.bandwidth"),
-    "only the innermost link counts": (time.gathered_seconds, "max(slowest, there", "max(0 * slowest, there"),
-    "nodes answer at once": (time.gathered_seconds, " * link.latency", " * 0.0"),
+    "FSDP hides behind nothing": (time._exposed_seconds, "gather - forward", "gather"),
+    "gradients are not reduced": (
+        time._exposed_seconds, "max(gather + reduce - backward, 0.0)", "max(gather - backward, 0.0)",
+    ),
+    "gradients are reduced as they are computed": (
+        time._exposed_seconds, "step.recipe.state_size", "step.recipe.itemsize",
+    ),
+    "embedding and head come for free": (time._exposed_seconds, "return gather + reduce", "return 0.0"),
+    "a rank sends itself its own part": (time.gather_seconds, "1 - inner / ranks", "1"),
+    "a node has one card": (time.gather_seconds, "(inner * link.bandwidth)", "link.bandwidth"),
+    "only the innermost link counts": (time.gather_seconds, "max(slowest, there", "max(0 * slowest, there"),
+    "nodes answer at once": (time.gather_seconds, " * link.latency", " * 0.0"),
     "the loss has no backward": (time.step_time, "else 6", "else 2"),
     "logits are not touched": (time.step_time, "LOGIT_BYTES * logits", "0 * logits"),
-    "Adam is on every rank": (time.step_time, "shard = step.shard(step.trained(sizes))", "shard = step.trained(sizes)"),
+    "Adam is on every rank": (time.step_time, "shard = step.shard(sizes)", "shard = step.num_trained(sizes)"),
     "Adam's dtype is the model's": (time.step_time, "* recipe.state_size", "* recipe.itemsize"),
-    "Adam steps frozen weights": (memory.TrainingStep.trained, "if self.recipe.lora", "if False"),
+    "Adam steps frozen weights": (memory.TrainingStep.num_trained, "if self.recipe.lora", "if False"),
     "frozen weights are nowhere": (memory.TrainingStep.frozen, "if self.recipe.lora", "if False"),
     "frozen weights are kept as state": (memory.step_memory, "frozen * itemsize", "frozen * state_size"),
     "a frozen head has a gradient": (memory.loss_lines, "if recipe.lora:", "if False:"),
@@ -186,8 +193,8 @@ MUTANTS = {
     "adapters compute nothing": (time._layer, " + block.adapters(lora)", ""),
     "a frozen head is multiplied again": (time.step_time, "4 if recipe.lora", "6 if recipe.lora"),
     "frozen weights are reduced": (
-        time.step_time, "params = step.trained(layer) + step.frozen(layer), step.trained(layer)",
-        "params = step.trained(layer) + step.frozen(layer), step.trained(layer) + step.frozen(layer)",
+        time.step_time, "params = step.num_trained(layer) + step.frozen(layer), step.num_trained(layer),",
+        "params = step.num_trained(layer) + step.frozen(layer), step.num_trained(layer) + step.frozen(layer),",
     ),
     "shards go to the device once": (time.step_time, "3 * shard", "2 * shard"),
     "an optimizer on the host is as fast": (time.step_time, "recipe.offload_optimizer)", "False)"),
@@ -199,6 +206,44 @@ MUTANTS = {
     "utilisation is of one rank": (time.model_flop, "attention * ranks", "attention"),
     "money for one GPU": (time.StepCost.per_billion, "self.gpus * price", "price"),
     "a price may be nothing": (time.StepCost.per_billion, "price <= 0", "price < 0"),
+    "key/value heads are replicated": (parallel._divided_keys, ', "key/value heads": heads.kv_heads', ""),
+    "inner sizes are rounded": (parallel._divided_keys, "if config.get(key)}\n    for", "if False}\n    for"),
+    "MLPs are whole": (parallel._divided_keys, "(*HEADS, *INNER)", "HEADS"),
+    "the vocabulary is whole": (parallel._divided_keys, "-(-sizes.vocab // tp)", "sizes.vocab"),
+    "heads grow as they are fewer": (parallel._divided_keys, ": heads.head_dim, ", ": tp * heads.head_dim, "),
+    "norms run on all rows": (parallel._block, 'old.name == "norm"', "False"),
+    "experts are split by tp beside ep": (parallel._block, "ep > 1 and whole.kind", "False and whole.kind"),
+    "a shared expert keeps nothing": (parallel._block, "not gathers and tp > 1", "False"),
+    "blocks of experts always gather": (parallel._block, "gathers = ep == 1 or ", "gathers = True or "),
+    "every rank has all experts": (parallel._experts, "module.params // ep", "module.params"),
+    "rows of ep take no memory": (parallel._experts, "on_rows.working + sent", "on_rows.working"),
+    "experts need not divide": (parallel.split_model, "if total % ep:", "if False:"),
+    "recurrences are split": (parallel.why_no_tp, '{"recurrent", "convolution"}', "set()"),
+    "norms over all heads are split": (parallel.why_no_tp, '("olmo2", "olmo3")', "()"),
+    "nodes are as large for every axis": (parallel.axis_machine, "machine if stride == 1 else", "machine if True else"),
+    "any stride": (parallel.axis_machine, "if link.ranks % stride and stride % link.ranks:", "if False:"),
+    "experts are sharded like the rest": (
+        memory.TrainingStep.expert_ranks.fget, "self.ranks * self.sizes.tp // self.sizes.ep", "self.ranks"
+    ),
+    "adapters are split": (memory.TrainingStep.__post_init__, "sizes.tp > 1 and recipe.lora", "False"),
+    "chunks are split": (memory.TrainingStep.__post_init__, "sizes.tp > 1 and recipe.mlp_chunks > 1", "False"),
+    "ranks of ep need not divide": (
+        memory.TrainingStep.__post_init__, "self.ranks * sizes.tp % sizes.ep", "False"
+    ),
+    "rows between blocks are whole": (modules.ModelSizes.row.fget, "-(-self.hidden // self.tp)", "self.hidden"),
+    "no gradient is gathered": (memory._backward_of_blocks, "step.sizes.tp > 1 and block.gathers", "False"),
+    "the head has a part of the rows": (
+        memory.step_memory, "size = last + step.tokens * sizes.hidden * itemsize", "size = last + rows"
+    ),
+    "blocks gather and do not reduce": (time._layer, "2 * gather_seconds", "gather_seconds"),
+    "blocks gather though they do not": (time._layer, " * block.gathers", ""),
+    "backward gathers nothing": (time._layer, "*back, tensor, expert)", "*back)"),
+    "rows do not come back": (time._layer, "2 * exchange_seconds", "exchange_seconds"),
+    "embedding and head gather nothing": (time.step_time, "total.tensor + 4 *", "total.tensor + 0 *"),
+    "a rank sends itself its own rows": (time.exchange_seconds, "1 - inner / ranks", "1"),
+    "experts are gathered over all": (time._exposed_seconds, "experts if sizes.ep > 1 else 0", "0"),
+    "FSDP does not see tp": (time._exposed_seconds, "axis_machine(machine, sizes.tp)", "machine"),
+    "utilisation is of a rank's part": (time.model_flop, "(sizes.whole or sizes)", "sizes"),
     "any price will do": (time.StepCost.per_billion, "not math.isfinite(price) or ", ""),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import longspan as ls
 from longspan import validate
 from longspan.layouts import layout as carried
 from longspan.run.simulated import simulate
-from longspan.training import batch, gather_tokens, tokens
+from longspan.training import batch, gather_tokens, loss_without_logits, tokens
 from tests.token_cases import TOLERANCE, gathered_off, sequences_off, side_tensors_off, weighed_off
 
 MUTANTS = {}
@@ -27,7 +27,7 @@ def mutant(function):
 @mutant
 def shift_lost(patch):
     """Numbers of tokens stay in the tokens' own places."""
-    patch.setattr(tokens, "shifted", lambda values, *others: values)
+    patch.setattr(tokens, "shift_within_documents", lambda values, *others: values)
 
 
 @mutant
@@ -45,9 +45,9 @@ def shifted_after_the_cut(patch):
 @mutant
 def documents_run_together(patch):
     """Side tensors are shifted across the ends of documents."""
-    shifted = tokens.shifted
+    shifted = tokens.shift_within_documents
     one = lambda values, shift, numbers, fill: shifted(values, shift, numbers[:1] * 0, fill)  # noqa: E731
-    patch.setattr(tokens, "shifted", one)
+    patch.setattr(tokens, "shift_within_documents", one)
 
 
 @mutant
@@ -98,14 +98,14 @@ def gradient_summed_over_ranks(patch):
 @mutant
 def gradients_of_numbers_stay_where_they_are(patch):
     """What other ranks' tokens say of a sequence's number is forgotten."""
-    patch.setattr(tokens.SumHere, "apply", lambda factor, *parts: [part / 1 for part in parts])
+    patch.setattr(loss_without_logits.SumHere, "apply", lambda factor, *parts: [part / 1 for part in parts])
 
 
 @mutant
 def numbers_gradients_not_divided(patch):
     """Shares that were multiplied for FSDP are multiplied once more."""
-    apply = tokens.SumHere.apply
-    patch.setattr(tokens.SumHere, "apply", lambda factor, *parts: apply(1, *parts))
+    apply = loss_without_logits.SumHere.apply
+    patch.setattr(loss_without_logits.SumHere, "apply", lambda factor, *parts: apply(1, *parts))
 
 
 @mutant
@@ -186,7 +186,7 @@ LAYOUT_MUTANTS = {
         validate, "other_tokens", lambda one, two: (one.num_tokens != two.num_tokens).any()
     ),
     "another dim is meant": lambda patch: patch.setattr(
-        validate, "carried", lambda x: replace(carried.carried(x), dim=-7)
+        validate, "carried_layout_of", lambda x: replace(carried.carried_layout_of(x), dim=-7)
     ),
     "all are taken for written into": lambda patch: patch.setattr(validate, "version", lambda x: 1),
 }

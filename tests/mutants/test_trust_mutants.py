@@ -208,7 +208,7 @@ def ends_are_compared(patch):
 def long_texts_are_cut(patch):
     """A text that does not fit is cut, without a digest of the rest."""
     width = agreement.WIDTH
-    patch.setattr(agreement, "_fixed", lambda text: text.encode()[:width].ljust(width, b"\0"))
+    patch.setattr(agreement, "_to_fixed_size", lambda text: text.encode()[:width].ljust(width, b"\0"))
 
 
 @mutant

@@ -186,7 +186,7 @@ MISTAKES = {
     ),
     "messages begin one by one": Mistake(
         DeadlockError,
-        in_start("for pair in _started(lists[n])", "for op in lists[n] for pair in _started([op])"),
+        in_start("for pair in _start_batch(lists[n])", "for op in lists[n] for pair in _start_batch([op])"),
     ),
     "the host looks at a message": Mistake(
         HostWaitError, in_run(WAIT, WAIT + "; [b.max().item() for b in buffers.values()]")

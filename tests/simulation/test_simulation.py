@@ -23,9 +23,8 @@ from longspan.run.ops import create_record
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback
 from longspan.run.walk import Job
-from longspan.testing.loopback import run_conv_loopback
 from tests.cases import LAYOUTS, random_layout, random_mask
-from tests.conv_cases import conv_case
+from tests.conv_cases import conv_case, run_conv_loopback
 from tests.simulation.faults import MESSAGE_FAULTS, RANK_FAULTS, Fault, KilledError
 from tests.simulation.network import PATIENCE, TIMEOUT, Network
 from tests.simulation.waits import State, WaitError

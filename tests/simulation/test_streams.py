@@ -67,8 +67,8 @@ RIGHT = {
     "messages that are let go early, but held by their buffers": Mistake("", in_run(START, LET_GO), records=False),
     "a second wait": Mistake("", in_run("self.running.wait(works)", "self.running.wait(works * 2)")),
     "receives before sends": Mistake(
-        "", in_start("[pair for n in sorted(lists) for pair in _started(lists[n])]",
-                     "[pair for n in sorted(lists) for pair in _started(lists[n][::-1])]")
+        "", in_start("[pair for n in sorted(lists) for pair in _start_batch(lists[n])]",
+                     "[pair for n in sorted(lists) for pair in _start_batch(lists[n][::-1])]")
     ),
 }  # fmt: skip
 

@@ -213,6 +213,16 @@ def test_equal_masks_give_the_same_object():
     assert made is not block_mask(masks.documents([101, 155]) & masks.causal(), layout, 0)
 
 
+@pytest.mark.parametrize("mask", [masks.causal(300), masks.from_mask_mod(lambda b, h, q, kv: q >= kv, 300)])
+def test_training_uses_block_masks_that_inference_built(mask):
+    with torch.inference_mode():
+        made = block_mask(mask, layouts.zigzag(300, 2), 1, kv="local")
+    assert block_mask(mask, layouts.zigzag(300, 2), 1, kv="local") is made
+    tensors = [part for part in made.as_tuple() if isinstance(part, torch.Tensor)]
+    assert len(tensors) == 8
+    assert not any(part.is_inference() for part in tensors)  # they could not be saved for backward
+
+
 def test_functions_are_remembered_by_mask_and_not_by_value():
     ids = torch.arange(64) // 32
     layout = layouts.contiguous(64, 1)

@@ -237,7 +237,7 @@ class Mailboxes(ProcessGroup):
     def __init__(self, rank, boxes):
         self.rank, self.boxes, self.checked, self.running = rank, boxes, False, self
 
-    def at(self, step):
+    def begin_step(self, step):
         pass
 
     def wait(self, works):

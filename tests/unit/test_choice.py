@@ -103,10 +103,10 @@ def test_a_choice_does_not_depend_on_earlier_batches():
 
 def test_auto_writes_out_no_steps_and_estimates_few_schemes(monkeypatch):
     counted = []
-    estimated = choose.estimated
+    estimated = choose.estimate_scheme
     monkeypatch.setattr(planners.Scheme, "steps", lambda *_: pytest.fail("steps were built"))
     monkeypatch.setattr(
-        choose, "estimated", lambda *args, **keep: counted.append(args[0].name) or estimated(*args, **keep)
+        choose, "estimate_scheme", lambda *args, **keep: counted.append(args[0].name) or estimated(*args, **keep)
     )
     _build_plan.cache_clear()
     for seed in range(12):
@@ -218,7 +218,7 @@ def check_times(workload):
     floor = Floor(workload.problem(), workload.machine, workload.keep)
     for name, seconds in simulated(workload).items():
         candidate = scheme(name, workload.problem())
-        found = choose.estimated(candidate, workload.machine, keep=workload.keep).seconds
+        found = choose.estimate_scheme(candidate, workload.machine, keep=workload.keep).seconds
         assert found == pytest.approx(seconds, rel=0.005), name
         assert floor.seconds(candidate) <= seconds * (1 + GAIN), name
 

@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan as ls
 from longspan import layouts, masks
 from longspan.planning.validator import validate
-from longspan.testing.loopback import run_conv_loopback
-from tests.conv_cases import KINDS, NAMES, conv_case, expected, worst
+from tests.conv_cases import KINDS, NAMES, conv_case, expected, run_conv_loopback, worst
 
 COUNT, CHUNK = 600, 50
 

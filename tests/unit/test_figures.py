@@ -73,17 +73,17 @@ def test_bytes_in_closed_form_are_those_of_every_ranks_steps(mask, layout, ranks
         chosen = scheme(name, problem(mask, layout, ranks, **options))
         steps = [chosen.steps(rank) for rank in range(ranks)]
         for keep in (False, True):
-            assert chosen.received("forward", keep=keep).tolist() == [*map(arrived, steps, range(ranks))], name
+            assert chosen.received_bytes("forward", keep=keep).tolist() == [*map(arrived, steps, range(ranks))], name
             back = [arrived(reverse(steps[rank], rank, keep=keep)[0], rank) for rank in range(ranks)]
-            assert chosen.received("backward", keep=keep).tolist() == back, (name, keep)
+            assert chosen.received_bytes("backward", keep=keep).tolist() == back, (name, keep)
 
 
 def test_a_planner_without_a_closed_form_is_added_up(monkeypatch):
     chosen = scheme("hybrid(2,ring)", problem("causal", "contiguous", 6))
-    expected = [chosen.received(direction, keep=False).tolist() for direction in ("forward", "backward")]
+    expected = [chosen.received_bytes(direction, keep=False).tolist() for direction in ("forward", "backward")]
     monkeypatch.delitem(VOLUMES, ring)
     again = scheme("hybrid(2,ring)", problem("causal", "contiguous", 6))
-    assert [again.received(direction, keep=False).tolist() for direction in ("forward", "backward")] == expected
+    assert [again.received_bytes(direction, keep=False).tolist() for direction in ("forward", "backward")] == expected
 
 
 @pytest.mark.share(3)

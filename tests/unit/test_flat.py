@@ -64,7 +64,7 @@ def test_a_line_that_is_one_off_is_noticed(column, monkeypatch):
     """Every number of every line matters: first programs, flags, rows, heads, and the places of both sides."""
     made, inputs = drawn(1, "hybrid(2,exchange)")
     right = run_loopback(made, *inputs, kernel="reference")
-    walk._programs.pop(made)  # with its tables
+    walk._built.pop(made)  # with its tables
     original = moves.table_of
 
     def one_off(items):
@@ -82,7 +82,7 @@ def test_a_line_that_is_one_off_is_noticed(column, monkeypatch):
         except (IndexError, RuntimeError):  # rows outside of the memory
             return
         finally:
-            walk._programs.pop(made)  # the plan is cached
+            walk._built.pop(made)  # the plan is cached
     assert any(not torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
@@ -192,7 +192,7 @@ def test_a_group_is_one_move_on_gpus():
     layout = layouts.striped(280, 4, stripe=5)
     made = plan(mask, layout, scheme="exchange", q_heads=4, kv_heads=4, head_dim=8, dtype="float32")
     run_loopback(made, *(torch.randn(1, 4, 280, 8) for _ in range(4)), kernel="reference")
-    forward = [program for key, (*_, program) in walk._programs[made].items() if key[1] == "forward"]
+    forward = [program for key, (*_, program) in walk._built[made].items() if key[1] == "forward"]
     packs = [[item for item in step.pack if isinstance(item, Move)] for program in forward for step in program.steps]
     assert max(map(len, packs)) == 1
     assert max(len(lane.runs) for pack in packs for move in pack for lane in move.lanes) > 1

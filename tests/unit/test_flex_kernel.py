@@ -24,8 +24,7 @@ from longspan.masks import causal, documents, from_mask_mod, sliding_window
 from longspan.masks.functions import Function
 from longspan.scoring import traced
 from longspan.scoring.biases import Extras, RelativeBias
-from longspan.scoring.captured import Totals
-from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
+from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions, Totals
 from longspan.spans import Span
 from longspan.testing.loopback import run_loopback
 from longspan.tile import Tile
@@ -359,7 +358,7 @@ def test_gpu_calls_have_the_right_form(dtype, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda x, y: torch.ops.aten.copy_(x, y))
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: torch.ops.aten.contiguous(x))
     monkeypatch.setattr(flex, "has_triton", lambda: True)
-    monkeypatch.setattr(flex._torch, "compiled", compiled)
+    monkeypatch.setattr(flex._torch, "compile_graph", compiled)
     monkeypatch.setattr(flex, "_compiled", {})
     flex._blocks_of.cache_clear()
     tiles = [Tile(0, 40, 0, 40, lo=0), Tile(40, 200, 40, 150, lo=0, asks=True), Tile(0, 200, 150, 300)]
@@ -436,7 +435,7 @@ def test_packed_batches_of_one_size_share_what_was_compiled(functions, monkeypat
         made, run = set(), flex._run
 
         def shapes_only(key, graph, inputs):
-            made.add(flex.compiled_for(key, inputs))
+            made.add(flex.compile_key(key, inputs))
             if key[0] == "forward":
                 q, v = inputs[0], inputs[2]
                 return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3])
@@ -491,7 +490,7 @@ def test_compiled_forward(monkeypatch):
         node.args = ((node.args[0][0],),)
         made.graph.eliminate_dead_code()
         made.recompile()
-        seen.append((out, *_torch.compiled(made, inputs)(*inputs)))
+        seen.append((out, *_torch.compile_graph(made, inputs)(*inputs)))
         return out, lse
 
     monkeypatch.setattr(flex, "_run", compiled)

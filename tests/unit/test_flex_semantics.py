@@ -104,7 +104,8 @@ def test_two_ranks(number):
     right = Answer(case, number)
     block = case.block_mask()
     mask = masks.full(case.keys) if block is None else mask_of_block_mask(block, batch=case.batch, heads=case.heads)
-    layout = (layouts.contiguous, layouts.zigzag, layouts.striped)[number % 3](case.keys, 2)
+    kinds = (layouts.contiguous, layouts.zigzag, layouts.striped)
+    layout = kinds[number % (3 if case.keys < 63 else 2)](case.keys, 2)  # stripes of one token: a tile for every pair
     sizes = {"q_heads": case.heads, "kv_heads": case.groups, "head_dim": case.dim, "v_head_dim": case.v_dim}
     extras = None if right.score is None else Extras(right.score)
     with computed(name):

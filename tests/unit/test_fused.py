@@ -40,6 +40,23 @@ MUTANTS = {
         "(d < dim + 2)[None, :]\n    offset",
         "moves",
     ),
+    "products are sums in the dtype of rows": (
+        "other=0.0).to(WIDE) * tl.load(at_out, mask=cells, other=0.0).to(WIDE)",
+        "other=0.0) * tl.load(at_out, mask=cells, other=0.0)",
+        "products",
+    ),
+    "features beyond the last are summed": (
+        "(d < dim)[None, :]\n    at_dout",
+        "(d < dim + 2)[None, :]\n    at_dout",
+        "products",
+    ),
+    "the output lies as its gradient does": (
+        "b * out_b + h * out_h, i, out_t",
+        "b * dout_b + h * dout_h, i, dout_t",
+        "products",
+    ),
+    "sums of one plane are written": ("sums + plane * tokens + i", "sums + i", "products"),
+    "the last rows have no sum": ("known = i < tokens", "known = i < tokens - 1", "products"),
     "the second move is the first": ("if (flags & SECOND) != 0:", "if (flags & SECOND) > 1:", "moves"),
 }
 
@@ -53,10 +70,11 @@ def interpreted(*args):
 
 
 def test_kernels_do_what_operators_do():
-    """80 random cases in guarded memory, and whole plans with the kernels in the place of PyTorch's operators."""
+    """160 random cases in guarded memory, and whole plans with the kernels in the place of PyTorch's operators."""
     (found,) = interpreted()
     assert found["merge"] <= LIMIT
     assert found["moves"] == 0.0
+    assert found["products"] <= 1.0
     assert found["runs"] <= LIMIT
     assert found["calls"] >= 50
 
@@ -70,7 +88,10 @@ def test_wrong_kernels_are_caught(tmp_path):
         paths[-1].write_text(source.replace(text, other))
     found = interpreted(*paths)
     assert len(found) == len(MUTANTS)
-    alive = [name for (name, (*_, kind)), errors in zip(MUTANTS.items(), found, strict=True) if errors[kind] <= LIMIT]
+    limits = {"merge": LIMIT, "moves": LIMIT, "products": 1.0}
+    alive = [
+        name for (name, (*_, kind)), errors in zip(MUTANTS.items(), found, strict=True) if errors[kind] <= limits[kind]
+    ]
     assert not alive
 
 
@@ -83,7 +104,7 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from longspan.run.triton_kernels import rows_kernel, state_kernel
+    from longspan.run.triton_kernels import products_kernel, rows_kernel, state_kernel
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = folder / ("ptxas-blackwell" if capability >= 90 else "ptxas")
@@ -98,9 +119,11 @@ def test_kernels_become_machine_code(capability, kind, tmp_path, record_property
         (rows_kernel, sums, {"KIND": 1, "DIM": 128}),
         (state_kernel, state, wide | {"FINISH": False}),
         (state_kernel, state, wide | {"FINISH": True}),
+        (products_kernel, {"dout": kind, "out": kind, "sums": "*fp32"}, {"DIM": 128}),
     ]
     for kernel, pointers, more in launches:
-        constants, pointers = shared | more, pointers | {"table": "*i64"}
+        constants = shared | more
+        pointers = pointers | ({"table": "*i64"} if "table" in kernel.arg_names else {})
         signature = {name: "constexpr" if name in constants else pointers.get(name, "i64") for name in kernel.arg_names}
         places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
         aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}

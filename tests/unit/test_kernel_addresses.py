@@ -192,13 +192,13 @@ def _rows_anywhere(patch):
     def padded(x, width, _):
         return pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x if x.stride(-1) == 1 else x.contiguous()
 
-    patch.setattr(cuda_flash, "in_vectors", padded)
-    patch.setattr(panels, "in_vectors", padded)
+    patch.setattr(cuda_flash, "pad_last_dim", padded)
+    patch.setattr(panels, "pad_last_dim", padded)
 
 
 def _lse_as_it_lies(patch):
     def lse(self, x, index):
-        rows = self._picked(x, 2, self.rows, index)
+        rows = self._pick_rows(x, 2, self.rows, index)
         return rows if len(self.tiles) == 1 else rows.transpose(0, 1).flatten(1)
 
     patch.setattr(Launch, "lse", lse)

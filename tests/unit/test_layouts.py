@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan import layouts, masks
+from longspan import batches, layouts, masks, plan
 from longspan.errors import LayoutError, LongspanError
 from longspan.layouts import Layout
+from longspan.planning.scan_steps import StateSizes
 
 pytestmark = pytest.mark.quick
 
@@ -156,3 +158,37 @@ def test_messages(call, words):
 
 def test_layout_errors_are_value_errors():
     assert issubclass(LayoutError, ValueError)
+
+
+@pytest.mark.parametrize("integer", [np.int8, np.int32, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_computed_with_as_ints(integer):
+    """They overflow, or do not mix with arrays."""
+    total, world = integer(96), integer(4)
+    for made, expected in zip(every_of_numbers(total, world, integer), every_of_numbers(96, 4, int), strict=True):
+        assert made == expected
+        assert made.fingerprint == expected.fingerprint
+        assert type(made.seq_len) is type(made.world_size) is int
+    numbers = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "batch": 1}
+    made, expected = (
+        plan(masks.causal(96), layouts.zigzag(96, 4), dtype="float32", scheme="exchange", **each)
+        for each in ({name: integer(number) for name, number in numbers.items()}, numbers)
+    )
+    assert all(type(getattr(made.sizes, name)) is int for name in numbers)
+    assert made.bytes_received(0) == expected.bytes_received(0)
+    states = StateSizes(*map(integer, (8, 16, 16, 16, 16, 1, 4, 2)))
+    assert states.state_bytes == 8 * 16 * 16 * 4
+    steps = [batches([90, 60, 100, 20], ranks=number(4), tokens_per_rank=number(100)) for number in (integer, int)]
+    assert [len(step) for step in steps[0]] == [len(step) for step in steps[1]]
+
+
+def every_of_numbers(total, world, integer):
+    return (
+        layouts.contiguous(total, world),
+        layouts.like_dtensor(total, world),
+        layouts.zigzag(total, world, equal_tokens=True),
+        layouts.striped(total, world, stripe=integer(8)),
+        layouts.per_document([90, 6], world),
+        layouts.round_robin_by_work(masks.causal(96), world, block=integer(8)),
+        layouts.balanced(masks.causal(96), world_size=world),
+        layouts.whole_documents([90, 6], world_size=world),
+    )

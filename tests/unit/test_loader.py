@@ -124,6 +124,21 @@ def test_a_token_file_gives_the_same(tmp_path):
         TokenFile(path, lengths, dtype=np.uint8)
 
 
+def test_a_token_file_refuses_tokens_of_other_documents(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(9, dtype=np.uint16).tofile(path)
+    file = TokenFile(path, [3, 0, 4, 2])
+    assert [document.tolist() for document in file] == [[0, 1, 2], [], [3, 4, 5, 6], [7, 8]]
+    assert file[-1].tolist() == file.read(-1, 0, 2).tolist() == [7, 8]
+    assert file.read(2, 4, 4).tolist() == []
+    for start, stop in ((0, 4), (-1, 2), (2, 1)):
+        with pytest.raises(BatchError, match=r"in \[0, 3\], the tokens of document 0, but got"):
+            file.read(0, start, stop)
+    for lengths in ([8, -3, 4], [4.5, 4.5], [[3, 6]], 9):
+        with pytest.raises(BatchError, match="`lengths` must be a list of integers"):
+            TokenFile(path, lengths)
+
+
 def test_labels_of_documents_are_shifted():
     data = documents(4)
     labels = [[-100 if i % 3 else x for i, x in enumerate(document)] for document in data]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from longspan import masks
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
+from longspan.masks.tiles import tile_pairs
 from longspan.spans import Span
 from tests.lanes import NIGHTLY
 
@@ -325,3 +326,9 @@ def test_masks_of_no_tokens_have_an_algebra_too(lengths):
     for found in (~mask, ~~mask, mask & ~mask, mask | ~mask):
         assert found.area() == 0
         assert not found.allows([], []).any()
+
+
+@pytest.mark.parametrize("mask", [masks.causal(8), masks.from_mask_mod(lambda b, h, q, kv: q >= kv, 8)])
+def test_tiles_without_rows_or_keys_have_no_pairs(mask):
+    counts = tile_pairs(mask.plane(), np.array([0, 4, 4, 8]), np.array([0, 0, 5, 8, 8]))
+    assert counts.tolist() == [[0, 10, 0, 0], [0, 0, 0, 0], [0, 20, 6, 0]]

@@ -31,7 +31,7 @@ from longspan.planning.machine import (
     nearest,
     on_hosts,
     parse_machine,
-    queued_at,
+    queue_times,
     rank_seconds,
     rank_times,
     steps_work,
@@ -145,8 +145,8 @@ def test_a_host_that_cannot_be_is_refused(change, words):
 def test_a_host_that_is_late_is_what_a_call_takes():
     """The example of `longspan.planning.machine`."""
     machine = replace(H100, launch_seconds=10e-6, message_seconds=0.0, call_seconds=150e-6)
-    assert queued_at([Work(ops=20.0)] * 3, machine) == pytest.approx([350e-6, 550e-6, 750e-6])
-    assert queued_at([Work(ops=2.0, messages=3.0)], replace(machine, message_seconds=1e-6)) == pytest.approx([173e-6])
+    assert queue_times([Work(ops=20.0)] * 3, machine) == pytest.approx([350e-6, 550e-6, 750e-6])
+    assert queue_times([Work(ops=2.0, messages=3.0)], replace(machine, message_seconds=1e-6)) == pytest.approx([173e-6])
 
 
 @pytest.mark.parametrize("scheme", ["ring", "exchange", "all_to_all", "hybrid(2,exchange)"])

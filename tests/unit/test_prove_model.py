@@ -326,6 +326,122 @@ def test_parts_in_float32_are_no_false_alarm():
     assert not prove_model(Model(Mean()), drawn(), local=step, whole=whole).ok
 
 
+class Scaled(nn.Module):
+    """Adds tokens times frozen, quantized weights; over ranks 2% more if `factor` says so."""
+
+    def __init__(self, factor=1.0, dtype=torch.int8):
+        super().__init__()
+        weight = torch.arange(1, 9).to(dtype)
+        self.weight, self.factor = nn.Parameter(weight, requires_grad=dtype.is_complex), factor
+
+    def forward(self, x, way):
+        factor = self.factor if way.plans else 1.0
+        weight = torch.view_as_real(self.weight).sum(-1) if self.weight.is_complex() else self.weight
+        return x * weight.to(x.dtype) * factor
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.complex64])
+def test_parameters_that_are_quantized_or_complex_do_not_widen_budgets(dtype):
+    assert prove_model(Model(Scaled(dtype=dtype)), drawn(), local=local, whole=whole).ok
+    report = prove_model(Model(Scaled(1.02, dtype)), drawn(), local=local, whole=whole)
+    assert report.findings, report
+    assert all(check.budget < 1e-2 for check in report.checks)
+
+
+def test_imaginary_parts_of_gradients_are_compared():
+    class Turned(Scaled):
+        """Over ranks the imaginary parts get no gradient."""
+
+        def forward(self, x, way):
+            real, imaginary = torch.view_as_real(self.weight).unbind(-1)
+            imaginary = imaginary.detach() if way.plans and self.factor else imaginary
+            return x * (real + imaginary).to(x.dtype)
+
+    assert prove_model(Model(Turned(0.0, torch.complex64)), drawn(), local=local, whole=whole).ok
+    report = prove_model(Model(Turned(1.0, torch.complex64)), drawn(), local=local, whole=whole)
+    assert [finding.tensor for finding in report.findings] == ["gradient of mix.weight"]
+
+
+class Padded(Model):
+    """Logits of vocabulary entries that do not exist are constants."""
+
+    def __init__(self, fill, factor=1.0):
+        super().__init__()
+        self.fill, self.factor = fill, factor
+
+    def forward(self, ids, positions, way):
+        logits = super().forward(ids, positions, way)
+        fill = torch.finfo(logits.dtype).min if self.fill is None else self.fill
+        columns = torch.full_like(logits[..., :2], fill)
+        return torch.cat((logits + (self.factor - 1) * bool(way.plans), columns), -1)
+
+
+@pytest.mark.parametrize("fill", [None, -torch.inf, -1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_constant_logits_of_padding_neither_fail_nor_hide_mistakes(fill, dtype):
+    def step(model, *given):
+        if model.head.weight.dtype != dtype:
+            raise TypeError("another dtype")
+        return local(model, *given, dtype=str(dtype).removeprefix("torch."))
+
+    report = prove_model(Padded(fill), drawn(), local=step, whole=whole)
+    assert report.ok, report
+    # The same number more for every entry does not change the loss.
+    report = prove_model(Padded(fill, 1.02), drawn(), local=step, whole=whole)
+    assert [finding.tensor for finding in report.findings] == ["logits"]
+
+
+def test_numbers_that_overflow_in_the_models_dtype_are_refused():
+    class Narrow(nn.Module):
+        def forward(self, x, way):
+            return x * 1e6 * 1e-6 if x.dtype == torch.float64 else x.half().mul(1e6).to(x.dtype)
+
+    def step(model, *given):
+        if model.head.weight.dtype == torch.float64:
+            raise TypeError("no float64 here")
+        return local(model, *given, dtype="float32")
+
+    with pytest.raises(PlanError, match=r"one-device step into infinite ones, or into nan \(loss, logits"):
+        prove_model(Model(Narrow()), drawn(), local=step, whole=whole)
+
+
+def test_frozen_models_are_compared_by_loss_and_logits():
+    model = Model().requires_grad_(False)
+    report = prove_model(model, drawn(), local=local, whole=whole)
+    assert [check.tensor for check in report.checks] == ["loss", "logits"]
+    assert not prove_model(Model(Mean()).requires_grad_(False), drawn(), local=local, whole=whole).ok
+    with pytest.raises(PlanError, match="the loss of the one-device step must require gradients"):
+        prove_model(
+            Model(),
+            drawn(),
+            local=lambda *given: local(*given, dtype="float32"),
+            whole=lambda m, b: whole(m, b)[0].detach(),
+        )
+
+
+def test_gradients_that_cancel_are_no_false_alarm():
+    """The gradient of a key's bias is 0 but for rounding, and attention is in float32 over ranks only."""
+
+    class Keys(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x, way):
+            q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            return way.attend(q, k, v).transpose(1, 2).flatten(2)
+
+    def step(model, batch, layout, group):
+        mine = shard_batch(batch, layout, group.rank(), documents=LENGTHS)
+        way = Way(layout, group, "float32")
+        way.attend = lambda q, k, v: Way.attend(way, q.float(), k.float(), v.float()).to(q.dtype)
+        logits = model(mine["input_ids"], mine["position_ids"], way)
+        return token_loss(logits, mine["shift_labels"], group=group, gradients="sum"), logits
+
+    report = prove_model(Model(Keys()), drawn(), local=step, whole=whole)
+    assert report.ok, report
+
+
 def test_activation_checkpointing_is_refused_in_words():
     class Again(nn.Module):
         def __init__(self):
@@ -389,6 +505,22 @@ def test_logits_of_all_tokens_are_told():
 
     report = prove_model(Model(), drawn(), local=all_of_them, whole=whole)
     assert report.causes == ("logits of another shape",)
+    equal_rows = {name: value[:1].repeat(2, 1) for name, value in drawn().items()}
+    for at in ((slice(0, 1),), (..., slice(0, 5))):
+
+        def part(*given, at=at):
+            loss, logits = local(*given)
+            return loss, logits[at]
+
+        report = prove_model(Model(), equal_rows, local=part, whole=whole)
+        assert report.causes == ("logits of another shape",)
+
+    def only_zigzag(model, batch, layout, group):
+        loss, logits = local(model, batch, layout, group)
+        return (loss, logits) if layout.name == "zigzag" else loss
+
+    with pytest.raises(PlanError, match="logits were returned by whole only"):
+        prove_model(Model(), drawn(), local=only_zigzag, whole=whole)
 
 
 def test_errors_of_the_step_come_out_with_their_place():

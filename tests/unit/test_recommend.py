@@ -15,7 +15,7 @@ from longspan.errors import PlanError
 from longspan.planning.machine import CPU, GPU_MEMORY, H100, MACHINES, machines_of_gpu
 from longspan.sizing import BUILT_IN, HUB, RESERVE, Recipe, built_in_config, sizes_of
 from longspan.sizing import recommend as search
-from longspan.sizing.recommend import Request, best_of, divisors, fitting_configurations, recommend, ways_to_fit
+from longspan.sizing.recommend import Request, best_of, changes_that_fit, divisors, fitting_configurations, recommend
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 2000,
@@ -154,7 +154,7 @@ def test_what_would_fit_is_said_and_fits():
     found = recommend(request)
     assert found.best == ()
     assert peak(found.least) > request.room
-    options = {way.option.partition(" ")[0]: way for way in found.ways}
+    options = {change.option.partition(" ")[0]: change for change in found.changes}
     assert options.keys() == {"--gpus", "--seq", "--gpu"}
     number = int(options["--gpus"].option.split()[1])
     assert recommend(replace(request, gpus=number)).best
@@ -163,18 +163,24 @@ def test_what_would_fit_is_said_and_fits():
     assert recommend(asked(seq_len=1 << 20, gpus=4)).best == () or options["--seq"].option == "--seq 1M"
     for memory in (17, 20, 26, 32, 40):  # with 17, 16 GPUs have room for all but attention
         tight = asked(seq_len=1 << 20, gpus=8, memory=memory)
-        assert all(peak(way.configuration) <= tight.room for way in itertools.islice(ways_to_fit(tight), 1))
+        assert all(peak(change.configuration) <= tight.room for change in itertools.islice(changes_that_fit(tight), 1))
 
 
 def test_adapters_are_proposed_where_they_are_what_is_missing():
     """State of 8e9 parameters on two cards of 24 GB, with a host of no use: adapters have none."""
     few = asked(gpus=2, gpu="rtx4090", seq_len=3 << 16)
     assert recommend(few).best == ()
-    assert "--lora" in {way.option.split()[0] for way in ways_to_fit(few)}
-    assert all(way.configuration.memory.peak.size <= few.room for way in ways_to_fit(few) if "--gpu " not in way.option)
-    assert "--lora" not in {way.option.split()[0] for way in ways_to_fit(replace(few, recipe=Recipe(lora=8)))}
+    assert "--lora" in {change.option.split()[0] for change in changes_that_fit(few)}
+    assert all(
+        change.configuration.memory.peak.size <= few.room
+        for change in changes_that_fit(few)
+        if "--gpu " not in change.option
+    )
+    assert "--lora" not in {
+        change.option.split()[0] for change in changes_that_fit(replace(few, recipe=Recipe(lora=8)))
+    }
     experts = asked(sizes_of(built_in_config("gpt-oss-20b")), 1 << 20, 1, "rtx4090")
-    assert not any("--lora" in way.option for way in ways_to_fit(experts))
+    assert not any("--lora" in change.option for change in changes_that_fit(experts))
 
 
 def test_requests_that_cannot_be_are_refused():
@@ -234,7 +240,7 @@ def test_nothing_fits_on_a_screen(plan):
     assert "torchrun" not in out
     found = json.loads(plan("--model", "llama3-8b", "--seq", "4500000", "--gpus", "8", "--json")[1])
     assert (found["best"], found["lines"]) == ([], [])
-    assert [way["option"] for way in found["ways"]] == ["--gpus 16", "--gpu h200", "--seq 2M"]
+    assert [change["option"] for change in found["ways"]] == ["--gpus 16", "--gpu h200", "--seq 2M"]
     assert found["least"]["peak_bytes"] > 77 << 30
 
 
@@ -317,7 +323,7 @@ def calls(lines):
 )  # fmt: skip
 def test_the_lines_name_what_exists(recipe):
     request = asked(recipe=Recipe(lora=recipe.lora))
-    one = next(request.planned(4)).with_recipe(recipe)
+    one = next(request.plans(4)).with_recipe(recipe)
     found = calls(plan_gpus.config_lines(one, "Qwen/Qwen3-8B", request))
     training = pytest.importorskip("longspan.training")
     fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -365,7 +371,7 @@ def test_the_lines_of_transformers_name_what_exists():
     request = asked()
     both = (Recipe(offload=True, offload_optimizer=True), Recipe())
     for recipe in both:
-        found = calls(plan_gpus.config_lines(next(request.planned(4)).with_recipe(recipe), "a/b", request))
+        found = calls(plan_gpus.config_lines(next(request.plans(4)).with_recipe(recipe), "a/b", request))
         config = inspect.signature(transformers.distributed.DistributedConfig).parameters
         assert found["DistributedConfig"] <= config.keys()
         assert found["TrainingArguments"] <= transformers.TrainingArguments.__dataclass_fields__.keys()

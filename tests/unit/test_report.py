@@ -21,7 +21,7 @@ from longspan.cli.workload import drawn_lengths
 from longspan.formatting import bytes_text, seconds_text
 from longspan.planning.machine import H100
 from longspan.viz import report_html
-from longspan.viz.timeline import runs
+from longspan.viz.plan_pictures import runs
 
 pytest.importorskip("matplotlib")
 

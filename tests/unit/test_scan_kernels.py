@@ -10,8 +10,7 @@ import torch
 
 from longspan.errors import KernelError
 from longspan.mixers.scan_kernels import choose_scan_kernel, scan_kernel_named
-from longspan.mixers.scan_reference import Segments, cut, in_chunks
-from longspan.testing.oracle import recurrence_by_tokens
+from longspan.mixers.scan_reference import Segments, build_chunk_table, fold_inputs
 from tests.scan_cases import (
     KINDS,
     distance,
@@ -23,6 +22,7 @@ from tests.scan_cases import (
     widened,
     with_leaves,
 )
+from tests.scan_oracle import recurrence_by_tokens
 
 REFERENCE = scan_kernel_named("reference")
 LIMIT = 1e-12
@@ -171,7 +171,7 @@ def test_short_segments_get_short_chunks():
         edges = np.cumsum([0, *lengths])
         table = np.stack((np.zeros(len(lengths), dtype=np.int64), edges[:-1], edges[1:]), 1)
         work, _ = problem("ssd", 0, segments=Segments(table), slots=int(edges[-1]), batch=1)
-        return in_chunks(work).table.size
+        return fold_inputs(work).table.size
 
     assert size([4096]) == 64
     assert size([5] * 200) == 16
@@ -182,8 +182,8 @@ def test_short_segments_get_short_chunks():
 def test_tables_are_made_once_for_the_same_segments():
     table = np.array([[0, 0, 5], [0, 7, 9]])
     asked = 16, 1, 9, torch.device("cpu")
-    assert cut(Segments(table), *asked) is cut(Segments(table.copy()), *asked)
-    assert cut(Segments(table), *asked) is not cut(Segments(table[:1]), *asked)
+    assert build_chunk_table(Segments(table), *asked) is build_chunk_table(Segments(table.copy()), *asked)
+    assert build_chunk_table(Segments(table), *asked) is not build_chunk_table(Segments(table[:1]), *asked)
 
 
 @pytest.mark.parametrize("name", ["referense", None, 3])

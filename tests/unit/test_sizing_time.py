@@ -24,7 +24,7 @@ from longspan.sizing import (
     why_no_time,
 )
 from longspan.sizing.recommend import numbers_of_gpus
-from longspan.sizing.time import gathered_seconds
+from longspan.sizing.time import gather_seconds
 
 FAST = Link(1 << 30, 1e18, 0.0)
 ROUND = replace(
@@ -143,11 +143,11 @@ def test_an_optimizer_on_the_host_makes_the_time_a_lower_bound():
 
 def test_what_comes_from_other_nodes_enters_a_node_once():
     two = replace(ROUND, links=(Link(8, 4e11, 0.0), Link(1 << 30, 5e10, 0.0)))
-    assert about(gathered_seconds(8e9, 8, two), 8e9 * 7 / 8 / 4e11)
-    assert about(gathered_seconds(8e9, 64, two), max(8e9 * 63 / 64 / 4e11, 8e9 * 56 / 64 / (8 * 5e10)))
-    assert gathered_seconds(8e9, 1, two) == 0
+    assert about(gather_seconds(8e9, 8, two), 8e9 * 7 / 8 / 4e11)
+    assert about(gather_seconds(8e9, 64, two), max(8e9 * 63 / 64 / 4e11, 8e9 * 56 / 64 / (8 * 5e10)))
+    assert gather_seconds(8e9, 1, two) == 0
     late = replace(ROUND, links=(Link(8, 1e18, 1.0), Link(1 << 30, 1e18, 10.0)))
-    assert round(gathered_seconds(1.0, 32, late)) == 30  # from three other nodes, one after another
+    assert round(gather_seconds(1.0, 32, late)) == 30  # from three other nodes, one after another
 
 
 def test_experts_and_recurrences_are_counted():

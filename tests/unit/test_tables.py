@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import PlanError, layouts, masks, plan, planning
+from longspan import PlanError, device_tables, layouts, masks, plan, planning
 from longspan.kernels.cuda_flash import Flash
 from longspan.kernels.panels import Guarded
 from longspan.kernels.reference import Reference
@@ -41,7 +41,7 @@ def both_passes(made, rank=1):
             patch.setattr(models.fused, name, lambda *_, **__: True)
         programs = RankPrograms.of(made, rank, "meta", KERNEL)
         drive(programs.program("backward"), zeros=False)
-    return [program.host_tables.numbers.nbytes for *_, program in walk._programs[made].values()]
+    return [program.host_tables.numbers.nbytes for *_, program in walk._built[made].values()]
 
 
 @pytest.mark.parametrize("scheme", ["all_to_all", "hybrid(2,exchange)"])
@@ -122,8 +122,8 @@ def test_tables_in_a_graph_stay(is_other, monkeypatch):
     """A graph has their address, whichever stream was captured; without a graph another stream waits for the copy."""
     first, other = Stream(), Stream()
     cache, owner, current, capturing = TableCache(), Owner(), [first], [False]
-    monkeypatch.setattr(tables, "stream_of", lambda _: current[0])
-    monkeypatch.setattr(tables, "is_capturing", lambda _: capturing[0])
+    monkeypatch.setattr(device_tables, "stream_of", lambda _: current[0])
+    monkeypatch.setattr(device_tables, "is_capturing", lambda _: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     table = weakref.ref(cache.get(owner, META).numbers)
     current[0] = other if is_other else first
@@ -154,7 +154,7 @@ def test_index_arrays_are_those_that_the_kernel_would_copy():
     made = packed(7, scheme="exchange", batch=2)
     both_passes(made)
     arrays = 0
-    for *_, program in walk._programs[made].values():
+    for *_, program in walk._built[made].values():
         host = program.host_tables
         short = torch.from_numpy(host.numbers).view(torch.int32)
         for launch in (item for step in program.steps for item in step.work if hasattr(item, "tiles")):
@@ -173,7 +173,7 @@ def test_index_arrays_are_those_that_the_kernel_would_copy():
 
 
 def test_a_first_call_inside_a_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(tables, "is_capturing", lambda _: True)
+    monkeypatch.setattr(device_tables, "is_capturing", lambda _: True)
     with pytest.raises(PlanError, match="captured in a CUDA graph"):
         both_passes(packed(41))
 

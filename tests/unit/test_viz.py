@@ -14,7 +14,8 @@ import longspan as ls
 from longspan.cli import main
 from longspan.cli.workload import drawn_lengths
 from longspan.errors import LongspanError, PlanError
-from longspan.formatting import bytes_text, three
+from longspan.formatting import bytes_text, three_digits
+from longspan.masks.tiles import tile_pairs
 from longspan.planning.problem import Problem
 from longspan.planning.steps import Sizes
 from longspan.viz import (
@@ -33,9 +34,9 @@ from longspan.viz import (
     traffic_picture,
     write_png,
 )
-from longspan.viz.mask import even_edges, owner_edges, owners, row_work, stretches, tile_pairs
-from longspan.viz.scene import INK, ROLES, SERIES, ramp, rank_color
-from longspan.viz.timeline import runs
+from longspan.viz.mask_and_layout import even_edges, owner_edges, owners, row_work, stretches
+from longspan.viz.plan_pictures import runs
+from longspan.viz.scene import INK, ROLES, SERIES, rank_color
 
 pytest.importorskip("matplotlib")
 
@@ -186,7 +187,7 @@ def test_traffic_cells_show_their_bytes():
     for matrix in matrices:
         for src, dst in np.argwhere(matrix).tolist():
             assert f"rank {src} to rank {dst}: {bytes_text(int(matrix[src, dst]))}" in scene.notes
-            assert three(int(matrix[src, dst]) / unit) in words
+            assert three_digits(int(matrix[src, dst]) / unit) in words
     darkest = [note for note, box in boxes_of(scene) if " to rank " in note and box.get_alpha() is None]
     assert [note.rsplit(": ")[1] for note in darkest] == [bytes_text(most)] * len(darkest)
     assert darkest
@@ -561,12 +562,12 @@ def contrast(a, b):
 
 def test_colours_stand_out_from_both_papers_and_from_each_other():
     for paper in ROLES["paper"]:
-        for color in (*SERIES, *(ramp(i / 20) for i in range(21))):
+        for color in (*SERIES, *(rank_color(i, 21) for i in range(21))):
             assert contrast(color, paper) >= 1.7, (color, paper)
     for side in (0, 1):
         assert contrast(ROLES["ink"][side], ROLES["paper"][side]) >= 10
         assert contrast(ROLES["muted"][side], ROLES["paper"][side]) >= 4.5
-    brightness = [luminance(ramp(i / 20)) for i in range(21)]
+    brightness = [luminance(rank_color(i, 21)) for i in range(21)]
     assert brightness == sorted(brightness)  # an order that needs no colours
     # How the two common kinds of colour blindness see linear light (Machado, Oliveira and Fernandes 2009, severity 1).
     blind = (

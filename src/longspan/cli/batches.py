@@ -1,4 +1,4 @@
-"""One group of all ranks beside every static dp x cp, for the documents of a dataset.
+"""Compare one group of all ranks with every static dp x cp, for the documents of a dataset.
 
 Plans an epoch with `longspan.batches`, takes one micro-batch of it, and prints for one attention layer: pairs and
 tokens of the busiest rank over the mean, the ranks that a rank exchanges rows with, what the busiest rank receives, the
@@ -21,7 +21,7 @@ from longspan.api import plan
 from longspan.cli.output import Column, Row, count, describe_missing, print_json, progress, screen_of, to_write
 from longspan.cli.workload import KINDS, drawn_lengths, machine_of, read_lengths
 from longspan.errors import PlanError
-from longspan.formatting import bytes_alike, seconds_alike
+from longspan.formatting import bytes_in_one_unit, seconds_in_one_unit
 from longspan.layouts import Layout
 from longspan.masks import causal, documents
 from longspan.planning.batches import MicroBatch, batches
@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
         from longspan.cli.show import write as write_scene
         from longspan.viz import layout_picture
 
-        title = f"Step {args.step}: {_about(micro)}"
-        write_scene(layout_picture(micro.layout, micro.mask, title=title), args.plot.suffix.lower()[1:], args.plot)
+        write_scene(layout_picture(micro.layout, micro.mask, title=f"Step {args.step}: {_about(micro)}"), args.plot)
     if args.json:
         epoch = {"num_documents": len(lengths), "num_tokens": int(lengths.sum()), "num_steps": len(steps)}
         shown = {"step": args.step, "documents": micro.documents.tolist(), "lengths": micro.lengths.tolist()}
@@ -122,8 +121,11 @@ def run(args: argparse.Namespace) -> int:
     )
     screen.text()
     best = min(splits, key=lambda split: split.seconds)
-    received, peaks = bytes_alike([x.bytes_received for x in splits]), bytes_alike([x.peak_bytes for x in splits])
-    seconds = seconds_alike([x.seconds for x in splits])
+    received, peaks = (
+        bytes_in_one_unit([x.bytes_received for x in splits]),
+        bytes_in_one_unit([x.peak_bytes for x in splits]),
+    )
+    seconds = seconds_in_one_unit([x.seconds for x in splits])
     heads = (Column("dp x cp", False), *map(Column, ("pairs", "tokens", "partners", "received", "remote", "time")))
     rows = [
         Row((x.name, f"{x.pairs:.2f}", f"{x.tokens:.2f}", str(x.partners), r, p, s, x.scheme), x is best)
@@ -167,7 +169,7 @@ def _lengths(args: argparse.Namespace) -> Ints:
 
 
 def _split(name: str, groups: list[tuple[Ints, Layout]], sizes: dict[str, Any], machine: Any) -> Split:
-    """Return the figures of groups that run beside each other: those of the worst."""
+    """Return the figures of groups that run at the same time: those of the worst."""
     scores = [score(lengths, layout) for lengths, layout in groups]
     num_ranks = [layout.world_size for _, layout in groups]
     work = [float((lengths * (lengths + 1.0)).sum()) for lengths, _ in groups]
@@ -179,7 +181,7 @@ def _split(name: str, groups: list[tuple[Ints, Layout]], sizes: dict[str, Any], 
         name,
         max(x.pairs * w / n for x, w, n in zip(scores, work, num_ranks, strict=True)) * ranks / sum(work),
         max(x.tokens * t / n for x, t, n in zip(scores, tokens, num_ranks, strict=True)) * ranks / sum(tokens),
-        max(found.partners for found in scores),
+        max(score.partners for score in scores),
         max(reason.bytes_received for reason in plans),
         max(reason.peak_bytes for reason in plans),
         slowest.seconds,

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     screen = screen_of(args)
     chrome.show(about, plan, slices, screen)
-    heads = ["median", "quickest", "slowest"] + [f"predicted for {plan.machine.name}"] * workload.machine_given
+    heads = ["median", "quickest", "slowest"] + [f"predicted for {plan.machine.name}"] * workload.is_machine_named
     rows: list[Row] = []
     for name in chrome.DIRECTIONS:
         each = repeats[f"{name}_seconds"]
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     screen.text()
     device = describe_device(ranks.device)
     notes = [f"Medians of {len(passes.forward)} repetitions, on {device} by {about['kernel']}."]
-    if workload.machine_given:
+    if workload.is_machine_named:
         total = sum(predicted.values())
         off = total / about["seconds"] - 1
         notes.append(

@@ -74,10 +74,10 @@ def measure(
     timer = KernelTimer(sizes, getattr(torch, dtype), ranks)
     kernel, base = timer.kernel.name, CPU
     if ranks.device != "cpu":
-        from longspan.kernels import computed_by
+        from longspan.kernels import implementation_of
 
         about_gpu = torch.cuda.get_device_properties(ranks.device)
-        runs = computed_by(kernel)
+        runs = implementation_of(kernel)
         base = replace(nearest(about_gpu.major, runs), kernel=runs, slots=about_gpu.multi_processor_count)
     forward_times, backward_times = timer.measure(rounds, advance)
     forward = kernel_rate(forward_times, sizes, base, "forward")

@@ -24,7 +24,7 @@ FINE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = {  # name: (module, what it does)
     "plan": ("longspan.cli.plan", "memory, time and traffic of a model or of one attention layer"),
     "compare": ("longspan.cli.compare", "every scheme and layout side by side, PyTorch's among them"),
-    "batches": ("longspan.cli.batches", "documents of a dataset over all ranks, beside every dp x cp"),
+    "batches": ("longspan.cli.batches", "packed documents over all ranks, compared with every dp x cp"),
     "prove": ("longspan.cli.prove", "check a model of transformers, without weights or GPUs"),
     "verify": ("longspan.cli.verify", "compare attention over ranks with one device"),
     "doctor": ("longspan.cli.doctor", "versions, kernels, clocks, bandwidth and a self-check"),
@@ -183,6 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         except (LongspanError, OSError, UnicodeEncodeError) as error:
             print_error(f"longspan {words[0] if words else ''}: {_describe_error(error)}")
+            return REFUSED
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").partition(".")[0] != "torch":
+                raise
+            print_error(f"longspan {words[0]}: this command needs torch, which is not installed. Install PyTorch.")
             return REFUSED
         except KeyboardInterrupt:
             return INTERRUPTED

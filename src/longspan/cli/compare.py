@@ -31,7 +31,7 @@ from longspan.cli.output import (
 from longspan.cli.workload import LAYOUTS, Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
-from longspan.formatting import bytes_alike, seconds_alike
+from longspan.formatting import bytes_in_one_unit, seconds_in_one_unit
 from longspan.planning.choose import TIE, Reason, candidates
 from longspan.planning.plan import Plan, PlanRequest, build_plan
 from longspan.planning.planners import PLANNERS
@@ -210,13 +210,13 @@ def _plan(workload: Workload, case: Case) -> Plan:
 
 def by_preference(entries: list[Entry]) -> list[Entry]:
     """Sort by time; of entries within 1% of each other, which the model cannot distinguish, by bytes, then memory."""
-    left, found = sorted(entries, key=lambda entry: entry.reason.seconds), list[Entry]()
+    left, ordered = sorted(entries, key=lambda entry: entry.reason.seconds), list[Entry]()
     while left:
         limit = left[0].reason.seconds * (1 + TIE)
         tied = [entry for entry in left if entry.reason.seconds <= limit]
-        found += sorted(tied, key=lambda entry: (entry.reason.bytes_received, entry.memory))
+        ordered += sorted(tied, key=lambda entry: (entry.reason.bytes_received, entry.memory))
         left = left[len(tied) :]
-    return found
+    return ordered
 
 
 def best_of_torch(entries: list[Entry]) -> Entry:
@@ -275,11 +275,11 @@ def show(workload: Workload, entries: list[Entry], screen: Screen, plot: Path | 
 def _rows(entries: list[Entry]) -> Iterator[Row]:
     reasons = [entry.reason for entry in entries]
     columns = (
-        bytes_alike([reason.bytes_received for reason in reasons]),
+        bytes_in_one_unit([reason.bytes_received for reason in reasons]),
         [times(entry.fewer) if entry.fewer != float("inf") else "no bytes" for entry in entries],
-        bytes_alike([entry.memory for entry in entries]),
-        seconds_alike([reason.forward_seconds for reason in reasons]),
-        seconds_alike([reason.backward_seconds for reason in reasons]),
+        bytes_in_one_unit([entry.memory for entry in entries]),
+        seconds_in_one_unit([reason.forward_seconds for reason in reasons]),
+        seconds_in_one_unit([reason.backward_seconds for reason in reasons]),
     )
     for entry, *cells in zip(entries, *columns, strict=True):
         yield Row((entry.name, entry.layout, f"{entry.imbalance:.3f}", *cells), entry.chosen)
@@ -293,8 +293,8 @@ def torch_notes(workload: Workload, ranks: set[int]) -> list[str]:
         " that of 2.13 does not balance) and round_robin_by_work (only with --layouts)."
     ]
     if not _is_plain(workload):
-        what = "documents" if len(workload.lengths) > 1 else "windows"
-        notes.append(f"PyTorch's ring and all-gather of scaled_dot_product_attention cannot express {what}.")
+        masks = "documents" if len(workload.lengths) > 1 else "windows"
+        notes.append(f"PyTorch's ring and all-gather of scaled_dot_product_attention cannot express {masks}.")
     elif workload.docs == "full":
         notes.append("PyTorch's ring and all-gather of scaled_dot_product_attention balance causal masks only.")
     odd = sorted(size for size in ranks if workload.seq_len % (128 * size))
@@ -336,7 +336,7 @@ def plot(entries: list[Entry], workload: Workload, path: Path) -> None:
         scene = scaling_picture(points, title=f"{workload.seq_len:,} tokens on more and more ranks", remark=remark)
     else:
         scene = bars_picture(points, title=title, remark=remark)
-    write_scene(scene, path.suffix.lower()[1:], path)
+    write_scene(scene, path)
 
 
 def verdict(entries: list[Entry]) -> str:

@@ -14,25 +14,17 @@ from typing import Any
 from longspan.cli import plan_gpus, plan_model
 from longspan.cli.output import Column, Row, Screen, bytes_against, print_json, progress, screen_of
 from longspan.cli.workload import Workload
-from longspan.cli.workload import add_arguments as add_workload
-from longspan.formatting import bytes_alike, bytes_text, rate_text, seconds_alike, seconds_text
+from longspan.formatting import bytes_in_one_unit, bytes_text, rate_text, seconds_in_one_unit, seconds_text
 from longspan.planning.choose import Reason
 from longspan.planning.plan import Plan
 
-DEFAULT_RANKS = 8
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    plan_model.add_arguments(parser)
-    add_workload(parser)
-    parser.set_defaults(ranks=None, **dict.fromkeys(plan_model.FROM_MODEL))
+add_arguments = plan_model.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
     has_model = plan_model.has_model(args)
     if args.gpus is not None:
         return plan_gpus.run(args)
-    args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
     if has_model:
         return plan_model.run(args)
     workload = Workload.of(args)
@@ -61,8 +53,8 @@ def figures(plan: Plan) -> dict[str, Any]:
         "imbalance": plan.imbalance,
         "forward_seconds": chosen.forward_seconds,
         "backward_seconds": chosen.backward_seconds,
-        "forward_bytes_received": int(plan.scheme.received("forward", keep=plan.keep).max()),
-        "backward_bytes_received": int(plan.scheme.received("backward", keep=plan.keep).max()),
+        "forward_bytes_received": int(plan.scheme.received_bytes("forward", keep=plan.keep).max()),
+        "backward_bytes_received": int(plan.scheme.received_bytes("backward", keep=plan.keep).max()),
         "bytes_received": chosen.bytes_received,
         "peak_bytes": chosen.peak_bytes,
         "workspace_bytes": chosen.workspace_bytes,
@@ -103,7 +95,7 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     speed = rate_text(summary["forward_flops_per_rank"], "FLOP/s")
     host = "does the work itself"
     if summary["host_seconds"]:
-        host = f"busy for {seconds_text(summary['host_seconds'])} with queueing both passes, beside the device"
+        host = f"busy for {seconds_text(summary['host_seconds'])} with queueing both passes, while the device works"
     screen.facts(
         (
             ("figures", "one attention layer's; --model NAME or --config FILE answers for a whole model in training"),
@@ -125,7 +117,7 @@ def show(workload: Workload, plan: Plan, screen: Screen) -> None:
     screen.text()
     note = (
         f"Times are simulated on {plan.machine.name} ({plan.machine.kernel or 'kernel not named'}), not measured."
-        " Received is the most of any rank, both passes; host is how long queueing takes, beside the device."
+        " Received is the most of any rank, both passes; host is how long queueing takes, while the device works."
     )
     if sampled:
         sample = ", ".join(map(str, summary["figures_of_ranks"]))
@@ -141,12 +133,12 @@ def reason_rows(reasons: Sequence[Reason]) -> list[Row]:
     full = [reason for reason in reasons if not reason.at_least]
     workspaces = [reason.workspace_bytes for reason in full]
     columns = (
-        seconds_alike([reason.forward_seconds for reason in full]),
-        seconds_alike([reason.backward_seconds for reason in full]),
-        seconds_alike([reason.host_seconds for reason in full]),
-        bytes_alike([reason.bytes_received for reason in full]),
-        bytes_alike([reason.peak_bytes for reason in full]),
-        ["unknown"] * len(full) if None in workspaces else bytes_alike([size or 0 for size in workspaces]),
+        seconds_in_one_unit([reason.forward_seconds for reason in full]),
+        seconds_in_one_unit([reason.backward_seconds for reason in full]),
+        seconds_in_one_unit([reason.host_seconds for reason in full]),
+        bytes_in_one_unit([reason.bytes_received for reason in full]),
+        bytes_in_one_unit([reason.peak_bytes for reason in full]),
+        ["unknown"] * len(full) if None in workspaces else bytes_in_one_unit([size or 0 for size in workspaces]),
     )
     rows = [Row((reason.scheme, *cells), reason.chosen) for reason, *cells in zip(full, *columns, strict=True)]
     bound = "at least {} in all, for its pairs and bytes alone"
@@ -160,7 +152,7 @@ def memory_text(summary: dict[str, Any], sampled: str) -> str:
         inside = f"{bytes_text(size)} inside kernels and in tables"
         if (fixed := summary["deterministic_workspace_bytes"]) != size:
             inside += f" ({bytes_text(fixed)} under use_deterministic_algorithms)"
-    own = f"beside {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"
+    own = f"plus {bytes_text(summary['own_bytes'])} of own q, k, v, output and their gradients"
     return f"{bytes_text(summary['peak_bytes'])} at the peak{sampled} + {inside}, {own}"
 
 
@@ -169,7 +161,7 @@ def why(plan: Plan) -> str:
     chosen = plan.chosen
     others = [reason for reason in plan.reasons if not reason.chosen]
     if not others:
-        return f"{plan.scheme.name} was asked for; --scheme auto compares it with the others"
+        return "set by --scheme; --scheme auto compares it with the others"
     second = others[0]
     if second.seconds < chosen.seconds:
         behind = chosen.seconds / second.seconds - 1

@@ -25,20 +25,20 @@ from longspan.sizing.recommend import Configuration, Recommendation, Request, di
 def run(args: argparse.Namespace) -> int:
     with progress(args, "searching"):
         name, sizes, notes = plan_model.read_model(args)
-        workload = Workload.of(args)
+        workload = Workload.of(args, max((heads.q_heads for heads in sizes.attentions), default=1))
         machines, memory = _machines(args, workload)
         recipe = Recipe(logits=args.logits, dtype=workload.tensors["dtype"], state=args.state, lora=args.lora)
         request = Request(
             sizes, workload.seq_len, args.gpus, machines, memory, recipe,
             None if workload.docs == "causal" else workload.mask, workload.tensors["batch"],
-            None if args.scheme == "auto" else args.scheme, args.keep, args.fetch_bytes,
+            None if args.scheme == "auto" else args.scheme, args.keep, args.fetch_bytes, args.tp, args.ep,
         )  # fmt: skip
-        found = recommend(request)
+        result = recommend(request)
     if args.json:
-        print_json("plan", figures(found, name, workload, args.price))
+        print_json("plan", figures(result, name, workload, args.price))
     else:
-        show(found, name, workload, (*notes,), args.price, screen_of(args))
-    return FINE if found.best else FAILED
+        show(result, name, workload, (*notes,), args.price, screen_of(args))
+    return FINE if result.best else FAILED
 
 
 def _machines(args: argparse.Namespace, workload: Workload) -> tuple[tuple[Machine, ...], int]:
@@ -60,67 +60,77 @@ def _machines(args: argparse.Namespace, workload: Workload) -> tuple[tuple[Machi
 
 
 def show(
-    found: Recommendation, name: str, workload: Workload, notes: tuple[str, ...], price: float | None, screen: Screen
+    result: Recommendation, name: str, workload: Workload, notes: tuple[str, ...], price: float | None, screen: Screen
 ) -> None:
-    request = found.request
+    request = result.request
     screen.title(f"{name} in training, {workload.seq_len:,} tokens on {format_count(request.gpus, 'GPU')}")
-    screen.facts(list(_facts(found, workload, price)))
+    screen.facts(list(_facts(result, workload, price)))
     screen.text()
-    shown = [*found.best] or [one for one in (found.least,) if one is not None]
+    configurations = [*result.best] or [one for one in (result.least,) if one is not None]
     heads, words = ("memory", "host", "step", "tokens/s"), ("kernel", "scheme", "ckpt", "offload", "MLP")
-    columns = (Column("dp x cp", False), *map(Column, heads), *(Column(word, False) for word in words))
-    screen.table(columns, [_row(one, one in found.best[:1]) for one in shown])
+    columns = (Column(" x ".join(_axes(request)), False), *map(Column, heads), *(Column(word, False) for word in words))
+    screen.table(columns, [_row(one, one in result.best[:1]) for one in configurations])
     screen.text()
-    if found.best:
+    if result.best:
         screen.text("To run the first:")
         screen.text()
-        screen.code(config_lines(found.best[0], name, request))
+        screen.code(config_lines(result.best[0], name, request))
         screen.text()
-    unknown = "" if all(one.memory_known for one in shown) else " What cuDNN allocates is not known, and not counted."
-    is_bound = any(one.time.at_least for one in shown)
+    unknown = (
+        ""
+        if all(one.memory_known for one in configurations)
+        else " What cuDNN allocates is not known, and not counted."
+    )
+    is_bound = any(one.time.at_least for one in configurations)
     bound = " What Adam takes on the host is not known: those times are lower bounds." if is_bound else ""
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Times are simulated; memory and host are of one GPU,"
-        " and whether the host has as much is not checked. FSDP2 shards over all GPUs. Not searched: tensor, pipeline"
-        f" and expert parallel, and FP8, which are not modelled.{bound}{unknown}",
+        " and whether the host has as much is not checked. FSDP2 shards over all GPUs. Tensor and expert parallel are"
+        f" as --tp and --ep state them, not searched; pipeline parallel and FP8 are not modelled.{bound}{unknown}",
         *notes,
     ))  # fmt: skip
 
 
-def _facts(found: Recommendation, workload: Workload, price: float | None) -> Iterator[tuple[str, str]]:
-    request, sizes = found.request, found.request.sizes
+def _facts(result: Recommendation, workload: Workload, price: float | None) -> Iterator[tuple[str, str]]:
+    request, sizes = result.request, result.request.sizes
     yield "model", f"{sizes.model_type}, {sizes.params / 1e9:,.2f}e9 parameters, {len(sizes.layers)} layers"
     yield "tokens", workload.about_docs()
     kernels = ", ".join(machine.kernel for machine in request.machines)
     gpu = request.machines[0].name.partition("-")[0]
     reserve = f"{bytes_text(RESERVE)} of it set aside for CUDA and NCCL"
     yield "GPU", f"{gpu}, {request.memory} GB, {reserve}; kernels {kernels}"
-    if found.best:
-        first = found.best[0]
+    if result.best:
+        first = result.best[0]
         yield "best", f"{_mesh_text(first)}, {first.recipe.words}: {_time_text(first)}"
         if price is not None:
             cost = first.cost.per_billion(price)
             yield "cost", f"{cost:,.0f} for a billion tokens, at {price:g} for an hour of each GPU"
-        if (own := found.without_install) is not None:
+        if (own := result.without_install) is not None:
             needs = about_kernel(first.machine.kernel)
             yield "kernel", f"{needs}; without it, {own.machine.kernel}: {_time_text(own)} ({_mesh_text(own)})"
         return
-    if found.least is None:
+    if result.least is None:
         yield "fits", f"no, because {request.scheme} takes none of the meshes; leave --scheme out"
         return
-    peak = found.least.memory.peak
+    peak = result.least.memory.peak
     most = max(peak.lines, key=lambda line: line.size)
     yield (
         "fits",
         f"in {request.memory} GB: no, because the smallest need of all configurations is {bytes_text(peak.size)}"
         f" ({peak.name}, {bytes_text(most.size)} of it {most.name}), {bytes_text(peak.size - request.room)} too much",
     )
-    options = [way.option for way in found.ways]
+    options = [change.option for change in result.changes]
     yield "needs", " or ".join(options) if options else "nothing that was tried makes it fit"
 
 
 def _mesh_text(one: Configuration) -> str:
-    return f"dp {one.data_parallel} x cp {one.ranks}"
+    return " x ".join(f"{name} {number}" for name, number in _axes(one).items())
+
+
+def _axes(one: Configuration | Request) -> dict[str, int]:
+    """Return the names of the axes with their sizes, without tp and ep of 1."""
+    mesh = (one.data_parallel, one.ranks) if isinstance(one, Configuration) else (1, 1)
+    return dict(zip(("dp", "cp"), mesh, strict=True)) | {n: s for n, s in (("tp", one.tp), ("ep", one.ep)) if s > 1}
 
 
 def _time_text(one: Configuration) -> str:
@@ -132,20 +142,20 @@ def _row(one: Configuration, chosen: bool) -> Row:
     host = bytes_text(one.memory.host) if one.memory.host else ""
     bound = "> " if one.time.at_least else ""
     recipe = one.recipe
-    places = (recipe.offload, "inputs"), (recipe.offload_optimizer, "state")
+    offloads = (recipe.offload, "inputs"), (recipe.offload_optimizer, "state")
     cells = (
-        f"{one.data_parallel} x {one.ranks}", bytes_text(one.memory.peak.size), host,
+        " x ".join(map(str, _axes(one).values())), bytes_text(one.memory.peak.size), host,
         f"{bound}{seconds_text(one.time.seconds)}", f"{one.cost.tokens_per_second:,.0f}", one.machine.kernel,
         _scheme_text(one), "yes" if recipe.checkpointing else "no",
-        "+".join(word for on, word in places if on) or "no",
+        "+".join(word for on, word in offloads if on) or "no",
         f"{recipe.mlp_chunks} chunks" if recipe.mlp_chunks > 1 else "whole",
     )  # fmt: skip
     return Row(cells, chosen)
 
 
 def _scheme_text(one: Configuration) -> str:
-    staged = f", K/V of {bytes_text(one.fetch_bytes)}" if one.fetch_bytes is not None else ""
-    return f"{one.scheme}{staged}" if one.schemes else "none"
+    limit = f", K/V of {bytes_text(one.fetch_bytes)}" if one.fetch_bytes is not None else ""
+    return f"{one.scheme}{limit}" if one.schemes else "none"
 
 
 # -- Lines to paste ----------------------------------------------------------------------------------------------------
@@ -155,11 +165,12 @@ def config_lines(one: Configuration, name: str, request: Request) -> list[str]:
     """Return the launch command, and the lines of a program with a Trainer and of one with its own loop.
 
     A Trainer's model is sharded when it is loaded: adapters and MLPs in chunks, which come before that, are in the
-    lines of a loop only. So are limits of remote K/V, which a Trainer does not take.
+    lines of a loop only. So are limits of remote K/V, and tensor and expert parallelism, which a Trainer does not take.
     """
     recipe = one.recipe
+    has_trainer = not recipe.lora and recipe.mlp_chunks == 1 and one.fetch_bytes is None and one.tp == one.ep == 1
     lines = [f"# {launch_command(request.gpus, one.machine.node)}"]
-    if not recipe.lora and recipe.mlp_chunks == 1 and one.fetch_bytes is None:
+    if has_trainer:
         lines += ["", "# with transformers' Trainer, or one of TRL", *_trainer_lines(one, name, request)]
     return [*lines, "", "# in your own loop", *_loop_lines(one, request)]
 
@@ -205,13 +216,22 @@ def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
     layers = "model.base_model.model.model.layers" if recipe.lora else "model.model.layers"
     if recipe.mlp_chunks > 1:
         yield f"tile(model, chunks={recipe.mlp_chunks})  # longspan.training"
-    yield f"mesh = make_mesh(dp={one.data_parallel}, cp={one.ranks})"
+    tp = f", tp={one.tp}" if one.tp > 1 else ""
+    yield f"mesh = make_mesh(dp={one.data_parallel}, cp={one.ranks}{tp})"
+    if one.tp > 1:
+        yield "parallelize_module(model, mesh.tp, your_plan)  # with SequenceParallel norms"
+    if one.ep > 1:
+        shape = f"({request.gpus // one.ep}, {one.ep})"
+        yield f'experts = init_device_mesh("cuda", {shape}, mesh_dim_names=("efsdp", "ep"))  # the same ranks'
+        yield "# your model sends tokens over experts['ep'] and shards its experts over experts['efsdp']"
     yield f"policy = MixedPrecisionPolicy(param_dtype=torch.{recipe.dtype}, reduce_dtype=torch.{recipe.state})"
     yield f"for part in (*{layers}, model):"
     offload = ", offload_policy=CPUOffloadPolicy()" if recipe.offload_optimizer else ""
     yield f"    fully_shard(part, mesh=mesh.dp_cp, mp_policy=policy{offload})"
     yield f"layout = ls.layouts.balanced(mask, world_size={one.ranks})"
-    for number, (heads, scheme) in enumerate(zip(request.sizes.attentions, one.schemes, strict=True)):
+    if one.tp > 1:
+        yield "# heads of one rank of mesh.tp; Longspan itself uses mesh.cp only"
+    for number, (heads, scheme) in enumerate(zip(request.part.attentions, one.schemes, strict=True)):
         sizes = f"q_heads={heads.q_heads}, kv_heads={heads.kv_heads}, head_dim={heads.head_dim}"
         if heads.v_head_dim != heads.head_dim:
             sizes += f", v_head_dim={heads.v_head_dim}"
@@ -226,10 +246,10 @@ def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def figures(found: Recommendation, name: str, workload: Workload, price: float | None) -> dict[str, Any]:
+def figures(result: Recommendation, name: str, workload: Workload, price: float | None) -> dict[str, Any]:
     """Return the figures for JSON."""
-    request = found.request
-    own, least = found.without_install, found.least
+    request = result.request
+    own, least = result.without_install, result.least
     return {
         "model": {
             "name": name,
@@ -242,11 +262,11 @@ def figures(found: Recommendation, name: str, workload: Workload, price: float |
         "gpus": request.gpus,
         "machines": [machine.name for machine in request.machines],
         "memory": request.memory,
-        "best": [_figures_of(one, price) for one in found.best],
+        "best": [_figures_of(one, price) for one in result.best],
         "without_install": None if own is None else _figures_of(own, price),
         "least": None if least is None else _figures_of(least, price),
-        "ways": [{"option": way.option, **_figures_of(way.configuration, price)} for way in found.ways],
-        "lines": config_lines(found.best[0], name, request) if found.best else [],
+        "ways": [{"option": change.option, **_figures_of(change.configuration, price)} for change in result.changes],
+        "lines": config_lines(result.best[0], name, request) if result.best else [],
     }
 
 
@@ -254,6 +274,8 @@ def _figures_of(one: Configuration, price: float | None) -> dict[str, Any]:
     return {
         "data_parallel": one.data_parallel,
         "context_parallel": one.ranks,
+        "tensor_parallel": one.tp,
+        "expert_parallel": one.ep,
         "machine": one.machine.name,
         "kernel": one.machine.kernel,
         "schemes": list(one.schemes),

@@ -17,15 +17,22 @@ from typing import Any
 from longspan.cli.command import FAILED, FINE
 from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of
 from longspan.cli.workload import Workload
+from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import LongspanError, PlanError
-from longspan.formatting import bytes_alike, bytes_text, format_count, seconds_alike, seconds_text, three
+from longspan.formatting import (
+    bytes_in_one_unit,
+    bytes_text,
+    format_count,
+    seconds_in_one_unit,
+    seconds_text,
+    three_digits,
+)
 from longspan.layouts import Layout
 from longspan.planning.machine import GPU_MEMORY, Machine
 from longspan.planning.plan import Plan
 from longspan.sizing import (
     BUILT_IN,
     RESERVE,
-    AttentionBytes,
     Heads,
     ModelSizes,
     Recipe,
@@ -40,8 +47,10 @@ from longspan.sizing import (
     step_time,
     why_no_time,
 )
+from longspan.sizing.memory import step_without_attention
+from longspan.sizing.parallel import split_model
 from longspan.sizing.recommend import MAX_GPUS, numbers_of_gpus
-from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds, recipes, training_step, widest
+from longspan.sizing.time import PlanOptions, attention_plans, attention_seconds, recipes, training_step, widest_mask
 
 # -- Memory and time of a step, and where it fits ----------------------------------------------------------------------
 
@@ -62,14 +71,14 @@ class ModelWorkload:
     def batch(self) -> int:
         return self.workload.tensors["batch"]
 
-    def on(self, ranks: int) -> PlannedStep:
+    def plan_on(self, ranks: int) -> PlannedStep:
         """Plan for a sequence over this many ranks; once for each number."""
         if ranks not in self._steps:
             workload = self.workload
-            layout = replace(workload, mask=widest(self.sizes, workload.mask), _layouts={}).layout(ranks)
+            layout = replace(workload, mask=widest_mask(self.sizes, workload.mask), _layouts={}).layout(ranks)
+            machine = workload.machine if workload.is_machine_named or self.sizes.tp > 1 else None
             options = PlanOptions(
-                workload.scheme, workload.machine if workload.machine_given else None, workload.keep,
-                workload.fetch_bytes, self.batch, workload.tensors["dtype"],
+                workload.scheme, machine, workload.keep, workload.fetch_bytes, self.batch, workload.tensors["dtype"],
             )  # fmt: skip
             plans = attention_plans(self.sizes, workload.mask, layout, options)
             self._steps[ranks] = PlannedStep(self, layout, plans)
@@ -78,8 +87,8 @@ class ModelWorkload:
     def least_bytes(self, ranks: int, allowed: list[Recipe]) -> int:
         """Return a lower bound of memory: tokens spread evenly, no attention, the recipe that needs least."""
         tokens = -(-self.workload.seq_len // ranks) * self.batch
-        nothing = {heads: AttentionBytes(0, 0) for heads in self.sizes.attentions}
-        steps = (TrainingStep(self.sizes, tokens, ranks * self.data_parallel, nothing, recipe) for recipe in allowed)
+        ranks *= self.data_parallel
+        steps = (step_without_attention(self.sizes, tokens, ranks, recipe) for recipe in allowed)
         return min(step_memory(step).peak.size for step in steps)
 
 
@@ -103,11 +112,13 @@ class PlannedStep:
 
     @property
     def machine(self) -> Machine:
+        if self.model.sizes.tp > 1:  # plans have the machine as ranks of cp see it
+            return self.model.workload.machine
         return next((plan.machine for plan in self.plans.values()), self.model.workload.machine)
 
     @property
     def gpus(self) -> int:
-        return self.layout.world_size * self.model.data_parallel
+        return self.layout.world_size * self.model.data_parallel * self.model.sizes.tp
 
     def why_no_time(self, recipe: Recipe | None = None) -> str | None:
         return why_no_time(self.step(recipe), self.machine)
@@ -126,11 +137,12 @@ class PlannedStep:
 def steps_that_may_fit(model: ModelWorkload, room: int, allowed: list[Recipe], above: int = 0) -> Iterator[PlannedStep]:
     """Yield steps on more and more ranks, without those whose lower bound does not fit."""
     for ranks in numbers_of_gpus(model.workload.machine.node):
-        if ranks <= above or model.least_bytes(ranks, allowed) > room:
+        if ranks <= above:
             continue
         try:
-            yield model.on(ranks)
-        except LongspanError:  # --layout or --scheme does not allow this many
+            if model.least_bytes(ranks, allowed) <= room:
+                yield model.plan_on(ranks)
+        except LongspanError:  # --layout, --scheme or --ep does not allow this many
             continue
 
 
@@ -138,7 +150,7 @@ def check_fit(step: PlannedStep, memory: int) -> dict[str, Any]:
     """Return whether it fits into so many GB, why not, what would make it fit, and the fewest GPUs on which it does."""
     room, model = (memory << 30) - RESERVE, step.model
     peak = step.memory().peak
-    allowed = recipes(model.recipe)
+    allowed = recipes(model.recipe, model.sizes.tp)
     smallest = next(
         (
             {"gpus": one.gpus, "ranks": one.layout.world_size, "with": recipe.words}
@@ -178,20 +190,21 @@ def check_fit(step: PlannedStep, memory: int) -> dict[str, Any]:
 
 MAX_CONFIG = 1 << 20
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
+DEFAULT_RANKS = 8
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Options that a model sets, with their defaults without a model."""
 SWITCHES = {
     "gpus": None, "gpu": None, "kernel": None, "memory": None, "price": None, "data_parallel": 1, "lora": 0,
-    "no_checkpointing": False, "offload": (), "mlp_chunks": 1, "logits": False, "state": "float32",
+    "no_checkpointing": False, "offload": (), "mlp_chunks": 1, "logits": False, "state": "float32", "tp": 1, "ep": 1,
 }  # fmt: skip
 SEARCHED = ("data_parallel", "no_checkpointing", "offload", "mlp_chunks")
 """Options that --gpus searches."""
-PLACES = ("inputs", "optimizer")
+OFFLOAD_TARGETS = ("inputs", "optimizer")
 """What --offload moves to the host."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a whole model."""
+    """Add the arguments of a workload and of a whole model, which sets some of them."""
     model = parser.add_argument_group("a whole model, in training")
     which = model.add_mutually_exclusive_group()
     text = f"{', '.join(BUILT_IN)}, a name on the Hub that is in the local cache, or a folder; nothing is downloaded"
@@ -206,23 +219,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--price", type=price, metavar="P", help="of an hour of one GPU: what do a billion tokens cost?")
     text = "N sequences at once, each over its own --ranks; FSDP is over all of them (1)"
     model.add_argument("--data-parallel", type=count, default=1, metavar="N", help=text)
+    text = "tensor parallel: N ranks share heads and inner sizes, each with rows of the sequence between blocks (1)"
+    model.add_argument("--tp", type=count, default=1, metavar="N", help=text)
+    text = "expert parallel: N ranks share the experts; they are ranks of dp, cp and tp as well (1)"
+    model.add_argument("--ep", type=count, default=1, metavar="N", help=text)
     model.add_argument("--no-checkpointing", action="store_true", help="layers keep all that their backward needs")
     text = "on the host: inputs (of checkpointed layers, the default), optimizer (and shards), or inputs,optimizer"
-    model.add_argument("--offload", type=places, nargs="?", const=("inputs",), default=(), metavar="WHAT", help=text)
+    model.add_argument(
+        "--offload", type=offload_targets, nargs="?", const=("inputs",), default=(), metavar="WHAT", help=text
+    )
     model.add_argument("--mlp-chunks", type=count, default=1, metavar="N", help="MLPs run over N runs of tokens (1)")
     model.add_argument("--logits", action="store_true", help="the loss is computed from whole logits")
     text = "dtype of parameters, gradients and optimizer as they are kept (float32)"
     model.add_argument("--state", choices=("float32", "bfloat16"), default="float32", help=text)
+    add_workload(parser)
+    parser.set_defaults(ranks=None, **dict.fromkeys(FROM_MODEL))
 
 
-def places(text: str) -> tuple[str, ...]:
+def offload_targets(text: str) -> tuple[str, ...]:
     """Parse what is offloaded.
 
-    >>> places("inputs,optimizer")
+    >>> offload_targets("inputs,optimizer")
     ('inputs', 'optimizer')
     """
     words = tuple(text.split(","))
-    if not set(words) <= set(PLACES):
+    if not set(words) <= set(OFFLOAD_TARGETS):
         raise argparse.ArgumentTypeError(f"it must be inputs, optimizer, or inputs,optimizer, but got {text!r:.40}.")
     return words
 
@@ -243,12 +264,15 @@ def price(text: str) -> float:
 
 
 def has_model(args: argparse.Namespace) -> bool:
-    """Return whether the arguments name a model, and refuse options that contradict it, or need it."""
+    """Return whether the arguments name a model, and refuse options that contradict it, or need it.
+
+    Fill in defaults.
+    """
     if args.config is None and args.model is None:
         for name, default in SWITCHES.items():
             if getattr(args, name) != default:
                 raise PlanError(f"--{name.replace('_', '-')} needs a whole model: add --model or --config.")
-        for name, value in FROM_MODEL.items():
+        for name, value in {**FROM_MODEL, "ranks": DEFAULT_RANKS}.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
         return False
     for name in (*FROM_MODEL, "v_head_dim", "window"):
@@ -259,6 +283,7 @@ def has_model(args: argparse.Namespace) -> bool:
         for name in ("gpu", "kernel"):
             if getattr(args, name) is not None:
                 raise PlanError(f"--{name} needs --gpus, which searches. With --ranks, use --machine.")
+        args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
         return True
     for name in SEARCHED:
         if getattr(args, name) != SWITCHES[name]:
@@ -306,17 +331,18 @@ def find_config(name: str) -> Path | None:
     if path.is_file() or (path / "config.json").is_file():
         return path if path.is_file() else path / "config.json"
     cached = hub_cache() / f"models--{name.replace('/', '--')}"
-    if name.count("/") == 1 and ".." not in name:
+    is_on_hub = name.count("/") == 1 and ".." not in name and not name.startswith(("/", ".", "~"))
+    if is_on_hub:
         main = cached / "refs" / "main"
         snapshots = [cached / "snapshots" / main.read_text().strip()] if main.is_file() else []
         snapshots += sorted(cached.glob("snapshots/*"))
-        found = next((one / "config.json" for one in snapshots if (one / "config.json").is_file()), None)
-        if found is not None:
-            return found
+        config = next((one / "config.json" for one in snapshots if (one / "config.json").is_file()), None)
+        if config is not None:
+            return config
     try:
         built_in_config(name)
     except PlanError as error:
-        if name.count("/") != 1:
+        if not is_on_hub:
             raise
         raise PlanError(
             f"--model must be a folder with a config.json, a name on the Hub that is in {str(hub_cache())!r:.80}, or"
@@ -344,11 +370,11 @@ def read_config(path: Path) -> tuple[str, ModelSizes, tuple[str, ...]]:
     return name, sizes, (QUANTIZED,) if config.get("quantization_config") else ()
 
 
-def planned(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | None]:
+def plan_step(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | None]:
     """Plan the step that the arguments describe; return also whether it fits, if they state the memory."""
     with progress(args, "planning every kind of layer"):
         name, sizes, notes = read_model(args)
-        workload = Workload.of(args)
+        workload = Workload.of(args, max((heads.q_heads for heads in sizes.attentions), default=1))
         dtype = workload.tensors["dtype"]
         recipe = Recipe(
             not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, dtype, args.state,
@@ -359,14 +385,16 @@ def planned(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | Non
                 "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
                 " backward, which is not counted here. Leave one of them out."
             )
-        step = ModelWorkload(name, sizes, workload, recipe, args.data_parallel, notes).on(args.ranks)
+        part = split_model(sizes, args.tp, args.ep)
+        step = ModelWorkload(name, part, workload, recipe, args.data_parallel, notes).plan_on(args.ranks)
+        step.step()  # refuses what does not divide
         if args.price is not None and (why := step.why_no_time()) is not None:
             raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
         return step, None if args.memory is None else check_fit(step, args.memory)
 
 
 def run(args: argparse.Namespace) -> int:
-    step, fit = planned(args)
+    step, fit = plan_step(args)
     if args.json:
         print_json("plan", figures(step, fit, args.price))
     else:
@@ -385,13 +413,15 @@ def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) 
         "model": {
             "name": model.name,
             "model_type": model.sizes.model_type,
-            "parameters": model.sizes.params,
-            "active_parameters": model.sizes.active_params,
+            "parameters": (model.sizes.whole or model.sizes).params,
+            "active_parameters": (model.sizes.whole or model.sizes).active_params,
             "layers": len(model.sizes.layers),
             "blocks": model.sizes.num_blocks,
         },
         "ranks": step.layout.world_size,
         "data_parallel": model.data_parallel,
+        "tensor_parallel": model.sizes.tp,
+        "expert_parallel": model.sizes.ep,
         "gpus": step.gpus,
         "layout": step.layout.name,
         "tokens_per_rank": step.step().tokens,
@@ -419,7 +449,7 @@ def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) 
                 "host_bytes": step.memory(recipe).host,
                 "seconds": None if step.why_no_time(recipe) else step.time(recipe).seconds,
             }
-            for recipe in recipes(model.recipe)
+            for recipe in recipes(model.recipe, model.sizes.tp)
         ],
         "fits": fit,
         "notes": list(model.notes),
@@ -455,7 +485,9 @@ def _heads_json(heads: Heads) -> dict[str, Any]:
 
 def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
     memory, model, ranks = step.memory(), step.model, step.layout.world_size
-    several = f", {model.data_parallel:,} sequences at once: {step.gpus:,} GPUs" if model.data_parallel > 1 else ""
+    several = f", {model.data_parallel:,} sequences at once" if model.data_parallel > 1 else ""
+    several += "".join(f", {n} {s}" for n, s in (("tp", model.sizes.tp), ("ep", model.sizes.ep)) if s > 1)
+    several += f": {step.gpus:,} GPUs" if step.gpus > ranks else ""
     screen.title(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
     screen.facts(list(facts(step, memory, fit, price)))
     screen.text()
@@ -476,7 +508,7 @@ def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, scr
             [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells],
         )
         screen.text()
-    memories = [(recipe, step.memory(recipe)) for recipe in recipes(model.recipe)]
+    memories = [(recipe, step.memory(recipe)) for recipe in recipes(model.recipe, model.sizes.tp)]
     peaks, hosts = bytes_column([m.peak.size for _, m in memories]), bytes_column([m.host for _, m in memories])
     rows = []
     for (recipe, m), peak, host in zip(memories, peaks, hosts, strict=True):
@@ -487,7 +519,7 @@ def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, scr
     screen.text()
     screen.notes((
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
-        " shards over all ranks; memory lost between tensors is not counted. Times are simulated; tensor and expert"
+        " shards over all ranks; memory lost between tensors is not counted. Times are simulated; pipeline"
         " parallel and FP8 are not known here.",
         *model.notes,
     ))  # fmt: skip
@@ -497,7 +529,7 @@ def facts(
     step: PlannedStep, memory: StepMemory, fit: dict[str, Any] | None, price: float | None
 ) -> Iterator[tuple[str, str]]:
     model, machine = step.model, step.machine
-    sizes = model.sizes
+    sizes = model.sizes.whole or model.sizes
     active = f", {sizes.active_params / 1e9:,.2f}e9 of them for a token" if sizes.active_params < sizes.params else ""
     kinds = ", ".join(f"{number} {kind}" for kind, number in sizes.num_blocks.items())
     layers = f"{len(sizes.layers)} layers: {kinds}"
@@ -545,8 +577,8 @@ def about_attentions(step: PlannedStep) -> Iterator[str]:
 def bytes_column(values: Sequence[int]) -> list[str]:
     """Format bytes for one column, in GiB if one is that large, as memory of devices is sold."""
     if max(values) < 1 << 30:
-        return bytes_alike(values)
-    return [f"{three(value / (1 << 30))} GiB" for value in values]
+        return bytes_in_one_unit(values)
+    return [f"{three_digits(value / (1 << 30))} GiB" for value in values]
 
 
 def seconds_column(values: Sequence[float]) -> list[str]:
@@ -555,4 +587,4 @@ def seconds_column(values: Sequence[float]) -> list[str]:
     >>> seconds_column([34.146, 0.784]), seconds_column([0.5, 0.0123])
     (['34.1 s', '0.78 s'], ['500 ms', '12.3 ms'])
     """
-    return seconds_alike(values) if max(values) < 1 else [f"{three(value)} s" for value in values]
+    return seconds_in_one_unit(values) if max(values) < 1 else [f"{three_digits(value)} s" for value in values]

@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(kind: type, config: Any, name: str, source: str, again: bool) -> dict[str, Any]:
+    from longspan.huggingface.check import Form
     from longspan.huggingface.first_use import check_path, load_or_run_check
-    from longspan.huggingface.trial import Form
 
     form = {
         "plain": Form(),
@@ -132,7 +132,7 @@ def _show(model: str, answers: dict[str, dict[str, Any]], screen: Screen) -> Non
         Row((name, "exact" if answer["ok"] else "refused", answer["error"] if answer["ok"] else "-"))
         for name, answer in answers.items()
     ]
-    screen.table((Column("batch", right=False), Column("found", right=False), Column("largest difference")), rows)
+    screen.table((Column("batch", right=False), Column("result", right=False), Column("largest difference")), rows)
     for name, answer in answers.items():
         if not answer["ok"]:
             screen.text(f"{name}: {answer['reason']}")

@@ -16,17 +16,16 @@ import longspan
 from longspan.cli import plan_model
 from longspan.cli.command import FAILED, FINE
 from longspan.cli.output import Column, Row, Screen, print_json, progress, to_write
-from longspan.cli.plan import DEFAULT_RANKS
 from longspan.cli.workload import KINDS, STRIPE, Workload
-from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import PlanError
 from longspan.planning.machine import MACHINES
 from longspan.viz.report import facts_html, paragraph_html, report_html, table_html
 
 _OPTIONS = {  # option: default, which is left out of the command
-    "seq": None, "ranks": 8, "docs": "causal", "window": None, "seed": 0, "q_heads": 32, "kv_heads": 8,
-    "head_dim": 128, "v_head_dim": None, "batch": 1, "dtype": "bfloat16", "machine": None, "scheme": "auto",
-    "layout": "balanced", "fetch_bytes": None, "title": None, "model": None, "config": None, **plan_model.SWITCHES,
+    "seq": None, "ranks": plan_model.DEFAULT_RANKS, "docs": "causal", "window": None, "seed": None, "q_heads": 32,
+    "kv_heads": 8, "head_dim": 128, "v_head_dim": None, "batch": 1, "dtype": "bfloat16", "machine": None,
+    "scheme": "auto", "layout": "balanced", "fetch_bytes": None, "title": None, "model": None, "config": None,
+    **plan_model.SWITCHES,
 }  # fmt: skip
 _LISTED = 24
 """Documents whose lengths are written out."""
@@ -38,19 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--title", help="the title of the report")
     plan_model.add_arguments(parser)
-    add_workload(parser)
-    parser.set_defaults(ranks=None, **dict.fromkeys(plan_model.FROM_MODEL))
 
 
 def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         raise PlanError("--gpus must not be set: a report is of one configuration. Search with `longspan plan` first.")
     has_model = plan_model.has_model(args)
-    args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
     options: dict[str, Any] = {"title": args.title, "command": command_of(args), "version": longspan.__version__}
     fits = True
     if has_model:
-        step, fit = plan_model.planned(args)
+        step, fit = plan_model.plan_step(args)
         if not step.plans:
             raise PlanError(f"{step.model.name} has no attention layer to report on. Use `longspan plan --model`.")
         fits, workload, sheet = fit is None or fit["fits"], step.model.workload, Sheet()
@@ -139,7 +135,7 @@ def python_of(workload: Workload, args: argparse.Namespace, fingerprint: str) ->
 def _lengths_lines(workload: Workload, args: argparse.Namespace) -> list[str]:
     if args.docs in KINDS:
         imports = "from longspan.cli.workload import drawn_lengths"
-        return [imports, "", f"lengths = drawn_lengths({args.docs!r}, {workload.seq_len}, seed={args.seed})"]
+        return [imports, "", f"lengths = drawn_lengths({args.docs!r}, {workload.seq_len}, seed={args.seed or 0})"]
     if len(workload.lengths) <= _LISTED or not Path(args.docs).is_file():
         return [f"lengths = {workload.lengths.tolist()}"]
     imports = "from pathlib import Path\n\nfrom longspan.cli.workload import read_lengths\n"

@@ -29,14 +29,11 @@ from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.steps import table
 from longspan.recurrences import scan_plan
 from longspan.spans import join
-from longspan.viz.layout import layout_picture
-from longspan.viz.mask import even_edges, mask_picture, row_work
-from longspan.viz.memory import memory_picture
+from longspan.viz.mask_and_layout import even_edges, layout_picture, mask_picture, row_work
+from longspan.viz.plan_pictures import memory_picture, runs, timeline_picture, traffic, traffic_picture
 from longspan.viz.report import picture_page
 from longspan.viz.scan import scan_picture
 from longspan.viz.scene import Scene, write_png
-from longspan.viz.timeline import runs, timeline_picture
-from longspan.viz.traffic_table import traffic, traffic_picture
 
 WHAT = ("mask", "layout", "schedule", "traffic", "memory", "scan")
 DRAWN_PLANS = {"schedule": timeline_picture, "traffic": traffic_picture, "memory": memory_picture}
@@ -69,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     files = {kind: path for kind in ("svg", "png", "html") if (path := getattr(args, kind)) is not None}
     if files:
         scene = picture.scene(args.title, args.limit_bytes)
-        for kind, path in files.items():
-            write(scene, kind, path)
+        for path in files.values():
+            write(scene, path)
     if args.json:
         names = {kind: str(path) for kind, path in files.items()}
         print_json("show", {"what": args.what, "workload": workload.as_json(), "files": names, **picture.figures()})
@@ -105,19 +102,20 @@ def _check_options(args: argparse.Namespace) -> None:
         raise PlanError(f"{' and '.join(name for name in used if used[name])} must not be set: {reason}")
 
 
-def write(scene: Scene, kind: str, path: Path) -> None:
-    """Write a picture as svg, png or html."""
-    if kind == "png":
+def write(scene: Scene, path: Path) -> None:
+    """Write a picture as .svg, .png or .html."""
+    kind = path.suffix.lower()
+    if kind == ".png":
         write_png(scene, path)
     else:
-        path.write_text(scene.svg() if kind == "svg" else picture_page(scene, scene.about), encoding="utf-8")
+        path.write_text(scene.svg() if kind == ".svg" else picture_page(scene, scene.about), encoding="utf-8")
 
 
 class _Picture:
     """A picture as a scene, as figures for JSON and as text."""
 
-    def __init__(self, what: str, workload: Workload, ranks: int) -> None:
-        self.what, self.workload, self.ranks = what, workload, ranks
+    def __init__(self, kind: str, workload: Workload, ranks: int) -> None:
+        self.kind, self.workload, self.ranks = kind, workload, ranks
         self.mask, self.layout = workload.mask, workload.layout(ranks)
 
     @cached_property
@@ -135,25 +133,25 @@ class _Picture:
         )  # fmt: skip
 
     def scene(self, title: str | None, limit_bytes: int | None) -> Scene:
-        if self.what == "mask":
+        if self.kind == "mask":
             return mask_picture(self.mask, self.layout, title=title)
-        if self.what == "layout":
+        if self.kind == "layout":
             return layout_picture(self.layout, self.mask, title=title)
-        if self.what == "scan":
+        if self.kind == "scan":
             return scan_picture(self.scan(), title=title)
-        if self.what == "memory":
+        if self.kind == "memory":
             return memory_picture(self.plan, title=title, limit_bytes=limit_bytes)
-        return DRAWN_PLANS[self.what](self.plan, title=title)
+        return DRAWN_PLANS[self.kind](self.plan, title=title)
 
     def figures(self) -> dict[str, Any]:
-        if self.what == "mask":
+        if self.kind == "mask":
             pairs = row_work(self.mask, self.layout, 0, 0).tolist()
             area = self.mask.area(self.layout.seq_len)
             return {"mask": self.mask.name, "allowed_pairs": area, "pairs_by_rank": pairs}
-        if self.what == "layout":
+        if self.kind == "layout":
             spans, tokens = len(self.layout.table), self.layout.num_tokens.tolist()
             return {"layout": self.layout.name, "num_spans": spans, "tokens_by_rank": tokens}
-        if self.what == "scan":
+        if self.kind == "scan":
             scan, ranks = self.scan(), range(self.layout.world_size)
             received = {
                 direction: {"bytes_received_by_rank": [scan.bytes_received(rank, direction) for rank in ranks]}
@@ -164,9 +162,9 @@ class _Picture:
         plan = self.plan
         answer: dict[str, Any] = {"scheme": plan.scheme.name, "fingerprint": plan.fingerprint}
         for one in runs(plan):
-            if self.what == "traffic":
+            if self.kind == "traffic":
                 answer[one.direction] = {"bytes_from_to": traffic(plan, one.direction).tolist()}
-            elif self.what == "memory":
+            elif self.kind == "memory":
                 answer[one.direction] = {"bytes_alive_by_rank_and_step": [steps.tolist() for steps in one.alive]}
             else:
                 answer[one.direction] = {
@@ -178,20 +176,20 @@ class _Picture:
         return answer
 
     def print(self, screen: Screen, width: int) -> None:
-        if self.what == "mask":
+        if self.kind == "mask":
             screen.title(f"{self.workload.seq_len:,} tokens: {self.workload.about_docs()}")
             print(self.mask.draw(self.layout.seq_len, width=min(width, 96)))
             screen.notes(["Queries go down, keys go right. █ all pairs, ▒ some, · none."])
-        elif self.what == "layout":
+        elif self.kind == "layout":
             screen.title(f"{self.layout.name}: {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
             print("\n".join(strips(self.layout, width)))
             screen.notes(["The sequence goes right. █ the rank holds all tokens, ▒ some, · none."])
-        elif self.what == "scan":
+        elif self.kind == "scan":
             print(self.scan().explain())
         else:
             plan = self.plan
             screen.title(f"{plan.scheme.name}, {self.layout.seq_len:,} tokens on {self.layout.world_size:,} ranks")
-            {"schedule": _print_schedule, "traffic": _print_traffic, "memory": _print_memory}[self.what](plan, screen)
+            {"schedule": _print_schedule, "traffic": _print_traffic, "memory": _print_memory}[self.kind](plan, screen)
 
 
 def strips(layout: Layout, width: int) -> list[str]:
@@ -260,4 +258,4 @@ def _print_memory(plan: Plan, screen: Screen) -> None:
     screen.text()
     screen.table(columns, rows)
     screen.text()
-    screen.notes(["The most a rank holds beside its own q, k, v, results and gradients, and what kernels use inside."])
+    screen.notes(["The most a rank holds besides its own q, k, v, results and gradients, and what kernels use inside."])

@@ -149,9 +149,9 @@ def show(about: dict[str, Any], plan: Plan, slices: list[Slice], screen: Screen)
     screen.text()
     if not slices:  # on GPUs only whole passes are measured
         return
-    shown = list(range(ranks)) if ranks <= 16 else [*range(8), *range(ranks - 8, ranks)]
+    listed = list(range(ranks)) if ranks <= 16 else [*range(8), *range(ranks - 8, ranks)]
     rows: list[Row] = []
-    for rank in shown:
+    for rank in listed:
         cells = [str(rank)]
         for direction in DIRECTIONS:
             spent = busy(slices, rank, COMPUTE, direction)

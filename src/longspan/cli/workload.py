@@ -33,6 +33,8 @@ LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_w
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
+LIMITED = ("exchange", "staged")
+"""Planners whose remote K/V --fetch-bytes limits."""
 WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
@@ -113,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
         " with one length a line or a JSON list (causal)",
     )
     workload.add_argument("--window", type=count, help=WINDOW_HELP)
-    workload.add_argument("--seed", type=int, default=0, help="of drawn documents (0)")
+    workload.add_argument("--seed", type=int, help="of drawn documents (0)")
     tensors = parser.add_argument_group("tensors")
     tensors.add_argument("--q-heads", type=count, default=32, help="query heads (32)")
     tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
@@ -142,7 +144,7 @@ class Workload:
     window: int | None
     tensors: dict[str, Any]
     machine: Machine
-    machine_given: bool
+    is_machine_named: bool
     keep: bool
     fetch_bytes: int | None
     scheme: str = "auto"
@@ -150,10 +152,16 @@ class Workload:
     _layouts: dict[tuple[str, int], Layout] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(args: argparse.Namespace) -> Workload:
-        """Build the workload from the arguments of `add_arguments`."""
+    def of(args: argparse.Namespace, q_heads: int | None = None) -> Workload:
+        """Build the workload from the arguments of `add_arguments`; `q_heads` is the most that a model has."""
         docs, lengths = _parse_docs(args)
-        seq_len = int(lengths.sum())
+        seq_len, scheme = int(lengths.sum()), getattr(args, "scheme", "auto")
+        check_num_pairs(lengths, docs, args.batch * (args.q_heads if q_heads is None else q_heads))
+        if args.fetch_bytes is not None and scheme != "auto" and not any(name in scheme for name in LIMITED):
+            raise PlanError(
+                f"--fetch-bytes needs a scheme with {' or '.join(LIMITED)}, whose remote K/V it limits, but got"
+                f" --scheme {scheme:.40}. Leave one of them out."
+            )
         if docs == "full":
             check_window(args)
             mask = masks.full(seq_len)
@@ -166,7 +174,7 @@ class Workload:
         machine = assumed_machine(functions=False) if args.machine is None else machine_of(args.machine)
         return Workload(
             mask, seq_len, lengths, docs, args.window, tensors, machine, args.machine is not None, args.keep,
-            args.fetch_bytes, getattr(args, "scheme", "auto"), getattr(args, "layout", "balanced"),
+            args.fetch_bytes, scheme, getattr(args, "layout", "balanced"),
         )  # fmt: skip
 
     def layout(self, ranks: int, name: str | None = None) -> Layout:
@@ -192,7 +200,7 @@ class Workload:
         """Plan for this number of ranks, with these names or those of the workload."""
         return plan(
             self.mask, self.layout(ranks, layout), scheme=self.scheme if scheme is None else scheme,
-            machine=self.machine if self.machine_given else None, keep=self.keep, fetch_bytes=self.fetch_bytes,
+            machine=self.machine if self.is_machine_named else None, keep=self.keep, fetch_bytes=self.fetch_bytes,
             **self.tensors,
         )  # fmt: skip
 
@@ -211,7 +219,7 @@ class Workload:
         return f"{t['q_heads']} query and {t['kv_heads']} key/value heads of {dims}, {t['dtype']}, batch {t['batch']}"
 
     def about_machine(self) -> str:
-        return self.machine.name + ("" if self.machine_given else " (assumed; say --machine)")
+        return self.machine.name + ("" if self.is_machine_named else " (assumed; say --machine)")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -241,6 +249,16 @@ def machine_of(text: str) -> Machine:
         raise PlanError(f"{path}: {error}") from error
 
 
+def check_num_pairs(lengths: Ints, docs: str, heads: int) -> None:
+    """Refuse workloads whose pairs of queries and keys, over heads of all batch rows, do not fit into 63 bits."""
+    pairs = (n * n if docs == "full" else n * (n + 1) // 2 for n in lengths.tolist())
+    if heads * sum(pairs) >= 1 << 63:
+        raise MaskError(
+            f"documents must have fewer than 2**63 pairs of tokens over {heads} heads, but got one of"
+            f" {lengths.max():,} tokens. Use shorter documents."
+        )
+
+
 def check_window(args: argparse.Namespace) -> None:
     """Refuse --window with --docs full."""
     if args.window is not None:
@@ -260,11 +278,14 @@ def check_seq_len(args: argparse.Namespace, lengths: Sequence[int] | Ints) -> No
 def _parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
     """Return a description of the documents, and their lengths."""
     docs, seq_len = str(args.docs), args.seq
+    if args.seed is not None and docs not in KINDS:
+        raise MaskError(f"--seed needs drawn documents ({', '.join(KINDS)}), but got --docs {docs:.60}. Leave it out.")
     if docs in ("causal", "full", *KINDS):
         if seq_len is None:
             raise MaskError(f"--docs {docs} needs a length: add --seq, such as --seq 1M.")
         if docs in KINDS:
-            return f"{docs}, seed {args.seed}", drawn_lengths(docs, seq_len, args.seed)
+            seed = args.seed or 0
+            return f"{docs}, seed {seed}", drawn_lengths(docs, seq_len, seed)
         return docs, np.array([seq_len], dtype=np.int64)
     if Path(docs).is_file():
         lengths, name = read_lengths(Path(docs)), Path(docs).name

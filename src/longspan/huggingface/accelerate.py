@@ -17,15 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan import _torch
 from longspan.training import BatchError
 
-PLAIN, PARTS, SCORES, DISTILLS = "plain", "parts", "scores", "distills"
-WHOLE = (SCORES, DISTILLS)
+WHOLE = ("scores", "distills")
 """Trainers that receive whole sequences: the models that they call run over ranks."""
 KINDS = {
-    "SFTTrainer": PARTS,
-    "DPOTrainer": SCORES,
-    "GRPOTrainer": SCORES,
-    "RLOOTrainer": SCORES,
-    "DistillationTrainer": DISTILLS,
+    "SFTTrainer": "parts",
+    "DPOTrainer": "scores",
+    "GRPOTrainer": "scores",
+    "RLOOTrainer": "scores",
+    "DistillationTrainer": "distills",
 }
 """How the loss is computed: of a rank's part; from scores of all tokens; by a divergence of a rank's tokens."""
 
@@ -46,7 +45,7 @@ def kind_of(trainer: type) -> str:
                 f"TRL's trainer must be one of {', '.join(KINDS)} on split sequences, but got {base.__name__}, whose"
                 f" loss was not tested over ranks. Write its loss in a loop of your own, with longspan.training."
             )
-    return PLAIN
+    return "plain"
 
 
 class Ranks(NamedTuple):
@@ -99,7 +98,7 @@ def split_sequences(accelerator: Any, cp_size: int | None = None) -> Ranks | Non
         names = tuple(name for name in mesh.mesh_dim_names if name.startswith("dp"))
         if len(names) < 2:
             return Ranks(mesh["cp"], mesh[names[0]] if names else None)
-        return Ranks(mesh["cp"], _torch.flattened(mesh[names], "samples"))
+        return Ranks(mesh["cp"], _torch.flatten_mesh(mesh[names], "samples"))
     if not dist.is_initialized():
         raise BatchError(f"cp_size = {size} needs torch.distributed, which is not initialised. Use torchrun.")
     mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "cp"))
@@ -147,7 +146,7 @@ class SequenceAccelerator(_Delegate):
         return 0 if self.ranks.dp is None else self.ranks.dp.get_local_rank()
 
     def gather(self, data: Any) -> Any:
-        return each_once(self.real.gather(data), self.ranks)
+        return drop_cp_duplicates(self.real.gather(data), self.ranks)
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         if not isinstance(data, Tensor):
@@ -178,15 +177,15 @@ def map_tensors(function: Any, data: Any) -> Any:
     return function(data)
 
 
-def each_once(gathered: Any, ranks: Ranks) -> Any:
+def drop_cp_duplicates(gathered: Any, ranks: Ranks) -> Any:
     """Return data gathered from all ranks, in their order, without duplicates: that of the first rank of each sequence.
 
     A list of objects, or tensors with one row or more a rank; 4 ranks in pairs, two rows each: rows 0, 1 and 4, 5 stay.
     """
     if isinstance(gathered, tuple):
-        return tuple(each_once(item, ranks) for item in gathered)
+        return tuple(drop_cp_duplicates(item, ranks) for item in gathered)
     if isinstance(gathered, dict):
-        return {name: each_once(item, ranks) for name, item in gathered.items()}
+        return {name: drop_cp_duplicates(item, ranks) for name, item in gathered.items()}
     samples = 1 if ranks.dp is None else ranks.dp.size()
     rows = len(gathered) // (samples * ranks.cp.size())
     starts = [n * ranks.cp.size() * rows for n in range(samples)]

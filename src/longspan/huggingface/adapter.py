@@ -18,17 +18,8 @@ import torch
 from torch import nn
 
 from longspan._torch import children_of, global_hooks, hooks_of
+from longspan.huggingface import hooks
 from longspan.huggingface.head import watch_head, why_logits
-from longspan.huggingface.hooks import (
-    accepts_kwarg,
-    hide_sequence,
-    listen,
-    listen_to_layers,
-    route_losses,
-    vision_encoders,
-    watch_body,
-    watch_rotary,
-)
 from longspan.huggingface.masks import Kind, LayerMask
 from longspan.huggingface.mixers import check_mixers, is_hybrid, needs, route
 from longspan.huggingface.structure import Rules, masks_by_kind, num_layers, padding_id, shows_positions
@@ -127,7 +118,7 @@ class ModelAdapter:
         return shows_positions(self.model)
 
     def accepts(self, name: str) -> bool:
-        return accepts_kwarg(type(self.model), name)
+        return hooks.accepts_kwarg(type(self.model), name)
 
     def layer_kinds(self, config: Any) -> list[Kind]:
         """Return the kinds of attention layers, as transformers makes masks for them; full attention if it makes none
@@ -170,16 +161,16 @@ class ModelAdapter:
         model = self.model
         if rules not in self._installed:
             if not self._installed:
-                route_losses({sys.modules[type(part).__module__] for part in (model, *self._modules)})
-                hide_sequence(vision_encoders(model))
-                self.depends_on_largest = watch_rotary(model)
+                hooks.route_losses({sys.modules[type(part).__module__] for part in (model, *self._modules)})
+                hooks.hide_sequence(hooks.vision_encoders(model))
+                self.depends_on_largest = hooks.watch_rotary(model)
                 if self.is_hybrid:
                     route(model)
-                    listen_to_layers(model, self.mixers)
+                    hooks.listen_to_layers(model, self.mixers)
             if rules.body is not None:
-                watch_body(model, rules.body, rules.joined)
-            listen(model, model.base_model)
+                hooks.watch_body(model, rules.body, rules.joined)
+            hooks.listen(model, model.base_model)
             self._installed.add(rules)
             self.record()
         if wrapper is not None and wrapper is not model:
-            listen(wrapper)
+            hooks.listen(wrapper)

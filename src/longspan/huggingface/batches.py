@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.huggingface.masks import runs
-from longspan.huggingface.structure import AFTER_PADDING, REAL
 from longspan.training import BatchError
 from longspan.training.batch import numbers_of, restarts
 
@@ -20,13 +19,13 @@ LABELS = ("labels", "shift_labels")
 USED = ("attention_mask", "position_ids", *LABELS, *PACKED, "max_length_q", "max_length_k")
 BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Further arguments (batch, tokens), which are sharded as tokens are."""
-SEEN = ("pixel_values", "image_grid_thw")
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 """Supported arguments of images; videos are not supported."""
 _TOKENS = frozenset((*USED, *BY_TOKEN, "input_ids", "inputs_embeds"))
 IGNORE = -100
 
 
-class Reading(NamedTuple):
+class BatchInfo(NamedTuple):
     """A batch and the facts read from it. It is read once, since every look at a GPU tensor costs a copy."""
 
     batch: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Reading(NamedTuple):
     """The document number of each token, (rows or 1, S), or None if every row is one document."""
 
 
-def read_batch(batch: Mapping[str, Any]) -> Reading:
+def read_batch(batch: Mapping[str, Any]) -> BatchInfo:
     """Return the batch with its size, padding and documents."""
     ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
     tokens, ndim = (embeds, 3) if ids is None else (ids, 2)
@@ -51,7 +50,7 @@ def read_batch(batch: Mapping[str, Any]) -> Reading:
     for name, value in batch.items():
         if value is not None and name.startswith(("pixel_", "image_", "video_", "audio")):
             images = name
-            unknown = unknown or (name if name not in SEEN else "")
+            unknown = unknown or (name if name not in IMAGE_INPUTS else "")
     if images:
         unknown = unknown or next((name for name in PACKED if batch.get(name) is not None), "")
     if unknown:
@@ -69,7 +68,7 @@ def read_batch(batch: Mapping[str, Any]) -> Reading:
                 f" {kind}. Pass other masks, in global positions, to longspan.attention."
             )
         real = mask.detach().cpu().numpy().astype(bool)
-    return Reading(batch, rows, seq_len, real, _documents(batch, rows, seq_len, real))
+    return BatchInfo(batch, rows, seq_len, real, _documents(batch, rows, seq_len, real))
 
 
 def _documents(
@@ -104,17 +103,17 @@ def _documents(
     return packed
 
 
-def check_others(read: Reading) -> None:
+def check_others(info: BatchInfo) -> None:
     """Raise for arguments that may have a dim of tokens and that cannot be sharded."""
-    if read.batch.get("loss_mask") is not None:
+    if info.batch.get("loss_mask") is not None:
         raise BatchError(
             "loss_mask is not supported: transformers' losses do not take it. Put -100 into labels where it is 0, and"
             " take it out of the batch: labels = labels.masked_fill(loss_mask == 0, -100)."
         )
-    for name, value in read.batch.items():
-        if name not in _TOKENS and read.seq_len in getattr(value, "shape", ()):
+    for name, value in info.batch.items():
+        if name not in _TOKENS and info.seq_len in getattr(value, "shape", ()):
             raise BatchError(
-                f"{name} of shape {tuple(value.shape)} has a dim as long as the sequence, {read.seq_len}, but it is not"
+                f"{name} of shape {tuple(value.shape)} has a dim as long as the sequence, {info.seq_len}, but it is not"
                 f" known how to shard it. Take it out of the batch if the model computes the same without it"
                 f" (cache_position). Otherwise shard it yourself: add inputs['longspan'].layout.shard(value, rank, dim)"
                 f" to the inputs that shard_inputs returns."
@@ -133,9 +132,9 @@ def is_between(real: NDArray[np.bool_] | None) -> bool:
     return int(begins.max(initial=0)) > 1
 
 
-def positions_of(read: Reading, positions: str | None, rule: str, padding_id: int | None) -> Tensor:
+def positions_of(info: BatchInfo, positions: str | None, rule: str, padding_id: int | None) -> Tensor:
     """Return global positions, (B, S): those of the batch, else as `positions` says, else as the model counts."""
-    batch, rows, seq_len, _, documents = read
+    batch, rows, seq_len, _, documents = info
     own = batch.get("position_ids")
     if own is not None and positions is not None:
         raise BatchError(f"positions must be None for a batch with position_ids, but got {positions!r}. Take one out.")
@@ -154,8 +153,8 @@ def positions_of(read: Reading, positions: str | None, rule: str, padding_id: in
             f" 'document' if they start again with every document (as collators for packed batches do), 'sequence' if"
             f" they count on through all documents."
         )
-    if positions is None and rule in (AFTER_PADDING, REAL):
-        return counted_without_padding(read, rule, padding_id)
+    if positions is None and rule in ("after padding", "real tokens"):
+        return count_without_padding(info, rule, padding_id)
     counted = torch.arange(seq_len, device="cpu").expand(rows, -1)
     if positions == "document" and documents is not None:
         edges = [runs(row)[0] for row in documents]
@@ -163,25 +162,25 @@ def positions_of(read: Reading, positions: str | None, rule: str, padding_id: in
     return counted
 
 
-def counted_without_padding(read: Reading, rule: str, padding_id: int | None) -> Tensor:
+def count_without_padding(info: BatchInfo, rule: str, padding_id: int | None) -> Tensor:
     """Return positions of real tokens alone: from padding_id + 1 on if ids tell what is padding (RoBERTa), from 0 on
     if the mask does (OPT).
 
     >>> batch = {"input_ids": torch.tensor([[1, 7, 7, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
-    >>> counted_without_padding(read_batch(batch), "after padding", 1).tolist()
+    >>> count_without_padding(read_batch(batch), "after padding", 1).tolist()
     [[1, 2, 3, 1]]
-    >>> counted_without_padding(read_batch(batch), "real tokens", None).tolist()
+    >>> count_without_padding(read_batch(batch), "real tokens", None).tolist()
     [[-1, 0, 1, -1]]
     """
-    if rule == AFTER_PADDING:
-        ids, first = read.batch.get("input_ids"), 0 if padding_id is None else padding_id
+    if rule == "after padding":
+        ids, first = info.batch.get("input_ids"), 0 if padding_id is None else padding_id
         if ids is None:
-            return torch.arange(first + 1, first + 1 + read.seq_len).expand(read.rows, -1)
+            return torch.arange(first + 1, first + 1 + info.seq_len).expand(info.rows, -1)
         real = (ids != first).long()
         return real.cumsum(1) * real + first
-    real = torch.ones(read.rows, read.seq_len, dtype=torch.long)
-    if read.padding is not None:
-        real = torch.from_numpy(read.padding).long()
+    real = torch.ones(info.rows, info.seq_len, dtype=torch.long)
+    if info.padding is not None:
+        real = torch.from_numpy(info.padding).long()
     return real.cumsum(1) * real - 1
 
 

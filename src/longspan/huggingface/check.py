@@ -4,7 +4,8 @@ For Llama and 43 tokens the copy has 2 layers and 32 features. It runs whole, th
 and striped on 2. The largest difference of any gradient is about 1e-16 of that gradient's largest entry.
 
 `Rules` record how a model has to be treated. For example, RoBERTa counts positions from padding_idx + 1: with positions
-from 0 its output differs, so positions are passed with that offset, and the result is compared again.
+from 0 its output differs, so positions are passed with that offset, and the result is compared again. A model that
+differs with all rules is not supported: `first_use.py` refuses it, with the reason.
 """
 
 from __future__ import annotations
@@ -12,35 +13,39 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from longspan import layouts
 from longspan.errors import LongspanError
 from longspan.huggingface.attention import NAME
-from longspan.huggingface.batches import IGNORE, SEEN, counted_without_padding, read_batch, shifted_labels
-from longspan.huggingface.head import LOGITS, LOSS, scale_of
+from longspan.huggingface.batches import (
+    BY_TOKEN,
+    IGNORE,
+    IMAGE_INPUTS,
+    PACKED,
+    BatchInfo,
+    count_without_padding,
+    is_between,
+    read_batch,
+    shifted_labels,
+)
+from longspan.huggingface.head import OutputKind, scale_of
 from longspan.huggingface.hooks import accepts_kwarg, vision_encoders
 from longspan.huggingface.mixers import check_mixers, is_hybrid, mixes, text_part
-from longspan.huggingface.sharding import register
+from longspan.huggingface.sharding import Sharding, build_arguments, register
 from longspan.huggingface.structure import (
-    AFTER_PADDING,
-    COUNT,
-    IN_PLACE,
-    KEYWORDS,
-    MASK,
-    NO_LOSS,
-    NO_POSITIONS,
-    OWN,
-    POOLED,
-    REAL,
-    SHIFTED,
     Rules,
     check_structure,
     classes_of,
@@ -48,21 +53,347 @@ from longspan.huggingface.structure import (
     num_layers,
     padding_id,
 )
-from longspan.huggingface.tiny import CannotShrinkError, build, tiny_config
-from longspan.huggingface.trial import (
-    FIRST,
-    LAYOUTS,
-    TOKENS,
-    Form,
-    RunResult,
-    Trial,
-    attention_implementation,
-    output_tensor,
-    random_batch,
-    with_labels,
-)
+from longspan.huggingface.tiny import CannotShrinkError, build, special_tokens, tiny_config
 from longspan.huggingface.user_hooks import hook_names, without_global_hooks
-from longspan.verification.prover import isolated
+from longspan.layouts import Layout
+from longspan.run.simulated import SimulatedRank
+from longspan.verification.prover import (
+    find_first_different,
+    gradients,
+    isolate_torch_state,
+    perturb_parameters,
+    run_on_ranks,
+    shared_copy,
+)
+
+
+class Float64Mode(TorchFunctionMode):
+    """Use float64 wherever code asks for float32, except in Longspan's own code.
+
+    Models compute norms, softmax, rotary embeddings, losses and recurrences in float32 whatever their dtype. In float64
+    errors are far above rounding.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("longspan."):
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+# -- Forms of batches, and a small random batch of a form --------------------------------------------------------------
+
+
+TOKENS = 43
+"""A prime, longer than windows and chunks of a tiny copy, and no other size in it: a dim of this length is tokens."""
+FIRST = 19
+"""The first document of a packed row, or where padding begins or ends."""
+LOSS_FLAGS = ("output_router_logits",)
+SPAN_LABELS = ("start_positions", "end_positions")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The properties of a batch that matter, without its values."""
+
+    padding: str = ""
+    """"", "right", "left" where any row has padding in front, or "between" where any has it between real tokens."""
+    packed: str = ""
+    """"", or the argument that tells where documents begin: "position_ids", "cu_seq_lens_q", "seq_idx"."""
+    positions: bool = False
+    """Whether there are position_ids."""
+    labels: bool = True
+    embeds: bool = False
+    others: tuple[str, ...] = ()
+    """Further arguments of tokens, and flags that are set."""
+
+    def __str__(self) -> str:
+        kinds = [f"padded ({self.padding})"] * bool(self.padding) + ["packed"] * bool(self.packed)
+        return ", ".join([*(kinds or ["plain"]), *self.others, *(["without labels"] * (not self.labels))])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "others": list(self.others)}
+
+
+def detect_form(info: BatchInfo, config: Any) -> Form:
+    """Return the form of a user's batch."""
+    batch = info.batch
+    stated = next((name for name in PACKED if batch.get(name) is not None), "")
+    flags = [n for n in LOSS_FLAGS if (getattr(config, n, False) if batch.get(n) is None else batch.get(n))]
+    others = sorted([name for name in (*BY_TOKEN, *SPAN_LABELS, *IMAGE_INPUTS) if batch.get(name) is not None] + flags)
+    return Form(
+        padding=_padding(info.padding),
+        packed=(stated or "position_ids") if info.documents is not None else "",
+        positions=batch.get("position_ids") is not None,
+        labels=any(batch.get(name) is not None for name in ("labels", "shift_labels")),
+        embeds=batch.get("input_ids") is None,
+        others=tuple(others),
+    )
+
+
+def _padding(real: NDArray[np.bool_] | None) -> str:
+    """Return where rows have padding.
+
+    >>> [_padding(np.array([row], dtype=bool)) for row in ([1, 1], [1, 0], [0, 1, 0], [0, 0], [1, 0, 1])]
+    ['', 'right', 'left', 'left', 'between']
+    """
+    if real is None or real.all():
+        return ""
+    return "between" if is_between(real) else "right" if bool(real[:, 0].all()) else "left"
+
+
+def random_batch(form: Form, model: Any, rows: int = 2) -> dict[str, Any]:
+    """Return a random batch of this form."""
+    draw = torch.Generator().manual_seed(0)
+    config = model.config.get_text_config()
+    table = model.get_input_embeddings()
+    sizes = [int(getattr(config, "vocab_size", 0) or 0), int(getattr(table, "num_embeddings", 0) or 0)]
+    vocabulary = min((size for size in sizes if size), default=2)
+    special = special_tokens(model.config)
+    allowed = torch.tensor([n for n in range(vocabulary) if n not in special])
+    ids = allowed[torch.randint(0, len(allowed), (rows, TOKENS), generator=draw)]
+    padding_id = getattr(config, "pad_token_id", None)
+    places = iter((7, FIRST + 4, 12, FIRST + 9))
+    for name in ("eos_token_id", "bos_token_id"):  # twice each: a model may look for them
+        value = getattr(config, name, None)
+        number = value[0] if isinstance(value, list) and value else value
+        if isinstance(number, int) and 0 <= number <= int(allowed.max()) and number != padding_id:
+            ids[:, next(places)] = ids[:, next(places)] = number
+    batch: dict[str, Any] = {"input_ids": ids}
+    if form.embeds:
+        batch = {"inputs_embeds": torch.randn(rows, TOKENS, table.weight.shape[1], generator=draw, dtype=torch.float64)}
+    if form.padding:
+        _pad(batch, form.padding, padding_id)
+    # Documents and positions.
+    if form.packed.startswith("cu_seq_lens"):
+        ends = torch.tensor([0, FIRST, TOKENS], dtype=torch.int32)
+        batch.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=TOKENS - FIRST, max_length_k=TOKENS - FIRST)
+    if form.packed == "seq_idx":
+        batch["seq_idx"] = (torch.arange(TOKENS) >= FIRST).int().expand(rows, -1)
+    if form.packed or form.positions:
+        inside = torch.cat((torch.arange(FIRST), torch.arange(TOKENS - FIRST)))
+        batch["position_ids"] = (inside if form.packed else torch.arange(TOKENS)).expand(rows, -1).clone()
+    if "pixel_values" in form.others:
+        _draw_images(batch, form, model, draw)
+    for name in form.others:
+        if name in batch or name in IMAGE_INPUTS:
+            continue
+        if name in BY_TOKEN:
+            kinds = max(1, int(getattr(config, "type_vocab_size", 2) or 2))
+            batch[name] = torch.randint(0, min(2, kinds), (rows, TOKENS), generator=draw)
+        else:
+            batch[name] = torch.randint(0, FIRST, (rows,), generator=draw) if name in SPAN_LABELS else True
+    return batch
+
+
+def _draw_images(batch: dict[str, Any], form: Form, model: Any, draw: torch.Generator) -> None:
+    """Put one image into the first row: 4 x 4 patches, or as many as the configuration has."""
+    vision, place = model.config.vision_config, model.config.image_token_id
+    patch = int(vision.patch_size)
+    if "image_grid_thw" in form.others:
+        depth = int(getattr(vision, "temporal_patch_size", 1)) * int(getattr(vision, "in_channels", 3)) * patch * patch
+        batch["pixel_values"] = torch.randn(16, depth, generator=draw, dtype=torch.float64)
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        count = 16 // int(getattr(vision, "spatial_merge_size", 1)) ** 2
+    else:
+        side = int(getattr(vision, "image_size", 4 * patch))
+        batch["pixel_values"] = torch.randn(1, 3, side, side, generator=draw, dtype=torch.float64)
+        count = int(getattr(model.config, "mm_tokens_per_image", (side // patch) ** 2))
+    batch["input_ids"][0, FIRST : FIRST + count] = place
+    for name in BY_TOKEN:
+        if name in form.others:
+            batch[name] = (batch["input_ids"] == place).long()
+
+
+def _pad(batch: dict[str, Any], where: str, padding_id: Any) -> None:
+    rows = next(iter(batch.values())).shape[0]
+    mask = torch.ones(rows, TOKENS, dtype=torch.long)
+    mask[0, FIRST + 11 :] = 0  # one row has none
+    if where != "right":
+        mask = mask.flip(1)
+        mask[0, -4:] = 0  # rows with padding in front may have it at the end, too
+    if where == "between":
+        mask[0, FIRST : FIRST + 5] = 0
+    batch["attention_mask"] = mask
+    if "input_ids" in batch and isinstance(padding_id, int) and padding_id >= 0:
+        batch["input_ids"] = torch.where(mask.bool(), batch["input_ids"], padding_id)
+
+
+def with_labels(
+    batch: dict[str, Any], logits: Tensor | None, seed: int = 1, at_padding: bool = False
+) -> dict[str, Any]:
+    """Return the batch with labels for logits of this shape: one per token (also at padding, if set), or per row."""
+    if logits is None or not logits.is_floating_point():
+        return batch
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=draw)
+    if logits.ndim == 2 and logits.shape[-1] == 1:
+        return {**batch, "labels": torch.randn(logits.shape[0], generator=draw, dtype=logits.dtype)}
+    if logits.ndim == 3:
+        labels[torch.rand(labels.shape, generator=draw) < 0.2] = IGNORE
+        mask = batch.get("attention_mask")
+        if mask is not None and not at_padding:
+            before = torch.cat((mask[:, :1] * 0, mask[:, :-1]), dim=1)
+            labels = labels.masked_fill((mask == 0) | (before == 0), IGNORE)
+    return {**batch, "labels": labels}
+
+
+# -- Trials ------------------------------------------------------------------------------------------------------------
+
+
+LAYOUTS: tuple[tuple[str, int], ...] = (("zigzag", 2), ("contiguous", 3), ("striped", 2))
+"""Layouts that a model is checked with, by name and number of ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """The loss, logits or hidden states of all tokens (unless only the loss was computed), and gradients by name."""
+
+    loss: float | None
+    out: Tensor | None
+    grads: dict[str, Tensor]
+    calls: int = 0
+    """How often attention was called over ranks, on rank 0."""
+
+
+@dataclass(eq=False)
+class Trial:
+    """A model in float64, and a batch for it."""
+
+    model: Any
+    batch: dict[str, Any]
+    is_wide: bool = True
+    """Whether parts that the model computes in float32 are computed in float64 too."""
+    hides_padding: bool = True
+    """Whether outputs at padding are left out of comparisons."""
+
+    def __post_init__(self) -> None:
+        self.template = shared_copy(self.model)
+        """A copy that never runs; see `run_on_ranks`."""
+
+    @property
+    def length(self) -> int:
+        tokens = self.batch.get("input_ids")
+        return int((self.batch["inputs_embeds"] if tokens is None else tokens).shape[1])
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return Float64Mode() if self.is_wide else nullcontext()
+
+    def one_device_batch(self) -> dict[str, Any]:
+        """Return the batch for a run on one device.
+
+        Recurrences of transformers raise an error if they get `cu_seq_lens` or `seq_idx` without the packages that
+        they are for. Over ranks they never get them, and `run_documents` runs documents one by one.
+        """
+        left_out = PACKED if is_hybrid(self.model) else ()
+        return {name: value for name, value in self.batch.items() if name not in left_out}
+
+    @torch.no_grad()
+    def forward(self, **changes: Any) -> Any:
+        """Return the output on one device."""
+        with self.precision():
+            return self.model(**{**self.one_device_batch(), **changes})
+
+    def run_whole(self, output_kind: OutputKind = "logits") -> RunResult:
+        """Run on one device, with gradients."""
+        with self.precision():
+            output = self.model(**self.one_device_batch())
+        return self._result(getattr(output, "loss", None), output_tensor(output) if output_kind == "logits" else None)
+
+    def run_documents(self, edges: list[int], output_kind: OutputKind = "logits") -> RunResult:
+        """Run on one device, one document after another.
+
+        For models with recurrences: transformers lets these continue from one document to the next, Longspan does not.
+        """
+        by_token = {
+            name: value
+            for name, value in self.one_device_batch().items()
+            if isinstance(value, Tensor) and value.shape[1:2] == (self.length,) and name != "labels"
+        }
+        with self.precision():
+            parts = [
+                output_tensor(self.model(**{name: value[:, start:stop] for name, value in by_token.items()}))
+                for start, stop in itertools.pairwise(edges)
+            ]
+        out, labels = torch.cat(parts, dim=1), shifted_labels(self.batch)
+        if labels is None:
+            return self._result(None, out)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+        return self._result(loss, out if output_kind == "logits" else None)
+
+    def on_rank(
+        self, rules: Rules, layout: Layout, output_kind: OutputKind = "logits"
+    ) -> Callable[[Any, SimulatedRank], Any]:
+        """Return the step of one rank: loss, output, and the number of attention calls."""
+
+        def run(model: Any, rank: SimulatedRank) -> tuple[Any, Any, int]:
+            part = build_arguments(
+                model, read_batch(self.batch), rank, rules, Sharding(layout, output_kind=output_kind)
+            )
+            with self.precision():
+                output = model(**part)
+            out = output_tensor(output) if output_kind == "logits" else None
+            return getattr(output, "loss", None), out, part[NAME].calls
+
+        return run
+
+    def run_split(self, rules: Rules, name: str, world_size: int, output_kind: OutputKind = "logits") -> RunResult:
+        """Run over simulated ranks."""
+        layout: Layout = getattr(layouts, name)(self.length, world_size)
+        results = run_on_ranks(self.template, layout, self.on_rank(rules, layout, output_kind))
+        losses, outs, calls = zip(*results, strict=True)
+        loss: Any = None if losses[0] is None else sum(losses)
+        out: Any = None
+        if output_kind == "logits":  # after a gather every rank has the whole output
+            out = layout.unshard(outs, 1) if rules.joined is None else sum(outs) / world_size
+        return self._result(loss, out, calls[0])
+
+    def first_different(self, rules: Rules, name: str, world_size: int) -> str | None:
+        """Return name and class of the first module that computes something else over ranks, if one can be named."""
+        layout: Layout = getattr(layouts, name)(self.length, world_size)
+        return find_first_different(self.model, self.template, layout, self.forward, self.on_rank(rules, layout))
+
+    def _result(self, loss: Tensor | None, out: Tensor | None, calls: int = 0) -> RunResult:
+        """Return the result with gradients of the loss and of a random projection of the output."""
+        total = loss
+        if out is not None:
+            real = self.batch.get("attention_mask")
+            if self.hides_padding and real is not None and out.ndim == 3 and out.shape[1] == self.length:
+                out = torch.where(real.bool()[:, :, None], out, 0)
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+            total = (out.double() * weights / weights.norm()).sum() + (0 if loss is None else loss)
+            out = out.detach()
+        assert total is not None
+        return RunResult(None if loss is None else float(loss.detach()), out, gradients(self.model, total)[0], calls)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """Return a model's logits, or hidden states."""
+    for name in ("logits", "last_hidden_state", "start_logits", "prediction_logits"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError(f"{type(output).__name__} has neither logits nor last_hidden_state")
+
+
+@contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Use another attention inside."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# -- The result of a check ---------------------------------------------------------------------------------------------
+
 
 LIMIT = 1e-9
 """How far loss, outputs and gradients may be off, relative to their largest entry."""
@@ -110,13 +441,13 @@ class _FailedError(_RefusedError):
     """Nothing could be compared; it may work at another time or on another machine."""
 
 
-def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008  (frozen)
+def prove(kind: type, config: Any, form: Form = Form()) -> Proof:
     """Check models of this class and configuration on batches of this form. Takes seconds on the CPU, no weights."""
     began = time.process_time()
     register()
     error, reason, rules, classes, was_compared = float("inf"), "", Rules(), (), True
     try:
-        with _undisturbed():
+        with _default_state():
             trial = _start(kind, config, form)
             classes = tuple(sorted({*classes_of(trial.model), *hook_names(trial.model)}))
             error, rules = _compare(trial, form)
@@ -134,16 +465,16 @@ def prove(kind: type, config: Any, form: Form = Form()) -> Proof:  # noqa: B008 
 def without_weights(kind: type, config: Any) -> Any:
     """Return the model as it is configured, on the meta device, or None if it cannot be built there."""
     try:
-        with _undisturbed(), torch.device("meta"):
+        with _default_state(), torch.device("meta"):
             return kind(copy.deepcopy(config))
     except Exception:
         return None
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _default_state() -> Iterator[None]:
     """Ignore the caller's grad mode, autocast, default device, random state, warnings and global hooks."""
-    with warnings.catch_warnings(), isolated("cpu"), torch.device("cpu"), without_global_hooks():
+    with warnings.catch_warnings(), isolate_torch_state("cpu"), torch.device("cpu"), without_global_hooks():
         warnings.simplefilter("ignore")
         yield
 
@@ -251,9 +582,9 @@ def _check_split(
     except LongspanError as error:
         raise _RefusedError(_line(error)) from error
     except Exception as error:
-        if isinstance(error, TypeError) and NAME in str(error) and rules.handed == KEYWORDS:
+        if isinstance(error, TypeError) and NAME in str(error) and rules.handed == "keywords":
             # The model cannot take the keyword, so its masks carry the sequence.
-            return _check_split(trial, truth, replace(rules, handed=MASK), name, world_size, prefix)
+            return _check_split(trial, truth, replace(rules, handed="mask"), name, world_size, prefix)
         first = trial.first_different(rules, name, world_size)
         where = "" if first is None else f" The first module that computes something else is {first}."
         raise _FailedError(
@@ -275,17 +606,19 @@ def _check_split(
     )
 
 
-def _truth(trial: Trial, form: Form, wants: str = LOGITS) -> RunResult:
+def _truth(trial: Trial, form: Form, output_kind: OutputKind = "logits") -> RunResult:
     """Run on one device, documents separately."""
     if form.packed and is_hybrid(trial.model):
-        return trial.run_documents([0, FIRST, TOKENS], wants)
-    return trial.run_whole(wants)
+        return trial.run_documents([0, FIRST, TOKENS], output_kind)
+    return trial.run_whole(output_kind)
 
 
 def _is_right(trial: Trial, error: float) -> bool:
     if error <= LIMIT or trial.is_wide:
         return error <= LIMIT
-    return error <= min(MOST, ROUNDINGS * _difference(trial.run_rounded(), trial.run_whole())[0])
+    with perturb_parameters(trial.model, 2.0**-24, 3):  # models compute parts in float32
+        rounded = trial.run_whole()
+    return error <= min(MOST, ROUNDINGS * _difference(rounded, trial.run_whole())[0])
 
 
 def _difference(result: RunResult, truth: RunResult) -> tuple[float, str]:
@@ -330,7 +663,11 @@ def _is_exact_at_padding(trial: Trial, rules: Rules) -> bool:
 
     Collators put -100 at padding alone, so that the last padding token before a text predicts its first token.
     """
-    if "attention_mask" not in trial.batch or rules.loss not in (OWN, SHIFTED, IN_PLACE) or is_hybrid(trial.model):
+    if (
+        "attention_mask" not in trial.batch
+        or rules.loss not in ("own", "shifted", "in place")
+        or is_hybrid(trial.model)
+    ):
         return True
     padded = copy.copy(trial)
     padded.batch, padded.hides_padding = with_labels(trial.batch, _logits(trial.forward()), at_padding=True), False
@@ -347,12 +684,17 @@ def _is_exact_at_padding(trial: Trial, rules: Rules) -> bool:
 def detect_rules(trial: Trial) -> Rules:
     """Return the rules by which to shard a model; they are checked afterwards."""
     model, loss = trial.model, _detect_loss(trial)
-    obeys_count = loss == OWN
-    if loss in (SHIFTED, IN_PLACE) and accepts_kwarg(type(model), "num_items_in_batch"):  # BERT takes and ignores it
+    obeys_count = loss == "own"
+    if loss in ("shifted", "in place") and accepts_kwarg(
+        type(model), "num_items_in_batch"
+    ):  # BERT takes and ignores it
         obeys_count = not is_close(trial.forward(num_items_in_batch=10**6).loss, trial.forward().loss)
     rules = Rules(positions=_detect_positions(trial), loss=loss, obeys_count=obeys_count)
     # Modules at which whole tensors are sharded and gathered again.
-    has_images, is_pooled = _has_images(trial), loss == POOLED or getattr(model.base_model, "pooler", None) is not None
+    has_images, is_pooled = (
+        _has_images(trial),
+        loss == "pooled" or getattr(model.base_model, "pooler", None) is not None,
+    )
     if not (is_pooled or has_images):
         return rules
     part = text_part(model)
@@ -370,27 +712,27 @@ def is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_images(trial: Trial) -> bool:
-    return any(trial.batch.get(name) is not None for name in SEEN)
+    return any(trial.batch.get(name) is not None for name in IMAGE_INPUTS)
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def _detect_positions(trial: Trial) -> str:
+def _detect_positions(trial: Trial) -> Any:
     """Return how the model counts positions without position_ids."""
     names = [inspect.signature(part.forward).parameters for part in (trial.model, trial.model.base_model)]
     if not any("position_ids" in parameters for parameters in names) or not accepts_kwarg(
         type(trial.model), "position_ids"
     ):
-        return NO_POSITIONS
+        return "none"
     if trial.batch.get("position_ids") is not None or _has_images(trial):
-        return COUNT  # with images, positions are the model's own, and reach the backbone whole
-    read = read_batch(trial.batch)
+        return "count"  # with images, positions are the model's own, and reach the backbone whole
+    info = read_batch(trial.batch)
     truth = output_tensor(trial.forward())
-    positions = {COUNT: torch.arange(read.seq_len).expand(read.rows, -1)}
-    for rule in (AFTER_PADDING, REAL):
-        positions[rule] = counted_without_padding(read, rule, padding_id(trial.model))
+    positions = {"count": torch.arange(info.seq_len).expand(info.rows, -1)}
+    for rule in ("after padding", "real tokens"):
+        positions[rule] = count_without_padding(info, rule, padding_id(trial.model))
     outputs: dict[str, Tensor] = {}
     for rule, position_ids in positions.items():
         try:
@@ -399,8 +741,8 @@ def _detect_positions(trial: Trial) -> str:
             continue
         if is_close(outputs[rule], truth):
             return rule
-    if read.padding is not None:  # no rule is right at padding, but one may be at all real tokens
-        real = torch.from_numpy(read.padding)
+    if info.padding is not None:  # no rule is right at padding, but one may be at all real tokens
+        real = torch.from_numpy(info.padding)
         is_by_token = truth.ndim == 3 and truth.shape[:2] == real.shape
         for rule, out in outputs.items():
             if is_by_token and out.shape == truth.shape and is_close(out[real], truth[real]):
@@ -411,19 +753,19 @@ def _detect_positions(trial: Trial) -> str:
     )
 
 
-def _detect_loss(trial: Trial) -> str:
+def _detect_loss(trial: Trial) -> Any:
     """Return how the model's loss comes from its logits and labels."""
     labels, output = trial.batch.get("labels"), trial.forward()
     out, loss = output_tensor(output), getattr(output, "loss", None)
     if out.ndim != 3 or out.shape[1] != TOKENS or hasattr(output, "start_logits"):
-        return POOLED
+        return "pooled"
     if labels is None or loss is None:
-        return NO_LOSS if loss is None else OWN
+        return "none" if loss is None else "own"
     shifted = shifted_labels(trial.batch)
     assert shifted is not None
     if _takes_shifted(trial, shifted, loss):
-        return OWN
-    for rule, wanted in ((SHIFTED, shifted), (IN_PLACE, labels)):
+        return "own"
+    for rule, wanted in (("shifted", shifted), ("in place", labels)):
         mean = torch.nn.functional.cross_entropy(out.reshape(-1, out.shape[-1]), wanted.reshape(-1))
         if is_close(mean.double(), loss.double()):
             return rule
@@ -474,7 +816,7 @@ def _without_logits(trial: Trial, rules: Rules, form: Form) -> Rules:
 
     The model may scale and cap logits after the head, by values of its configuration.
     """
-    if rules.loss not in (OWN, SHIFTED, IN_PLACE) or rules.joined is not None:
+    if rules.loss not in ("own", "shifted", "in place") or rules.joined is not None:
         return replace(rules, head_reason="its loss is not one of tokens")
     head, config = trial.model.get_output_embeddings(), trial.model.config.get_text_config()
     if type(head) is not nn.Linear:
@@ -499,8 +841,8 @@ def _without_logits(trial: Trial, rules: Rules, form: Form) -> Rules:
     else:
         return replace(rules, head_reason="it does something else to logits than to scale and to cap them")
     try:
-        result = trial.run_split(with_head, *LAYOUTS[0], wants=LOSS)
+        result = trial.run_split(with_head, *LAYOUTS[0], output_kind="loss")
     except Exception as error:
         return replace(rules, head_reason=f"the model's code fails without them ({_line(error)})")
-    error, where = _difference(result, _truth(trial, form, LOSS))
+    error, where = _difference(result, _truth(trial, form, "loss"))
     return with_head if _is_right(trial, error) else replace(rules, head_reason=f"without them {where} is another one")

@@ -21,7 +21,7 @@ from longspan.huggingface.accelerate import WHOLE, kind_of
 from longspan.huggingface.batches import IGNORE
 from longspan.huggingface.sequence import ShardedSequence, Whole
 from longspan.layouts import Layout, contiguous
-from longspan.planning.batches import Batches, MicroBatch, batches, shuffled
+from longspan.planning.batches import Batches, MicroBatch, batches, shuffled_numbers
 from longspan.spans import Ints, truncated_repr
 from longspan.training import BatchError
 from longspan.training.batch import prefetch
@@ -41,48 +41,28 @@ def check_settings(trainer: Any, options: Any) -> None:
         )
     args = trainer.args
     strategy = getattr(args, "train_sampling_strategy", "random")
-    packs = "Its documents follow from tokens_per_rank and tokens_per_step."
     refused = [
-        (
-            kind_of(type(trainer)) in WHOLE,
-            f"a {type(trainer).__name__}, which makes its sequences itself,",
-            "Use a loop.",
-        ),
-        (
-            args.per_device_train_batch_size != 1,
-            f"per_device_train_batch_size = {args.per_device_train_batch_size}",
-            f"Set it to 1: a micro-batch is one row of packed documents. {packs}",
-        ),
-        (
-            args.gradient_accumulation_steps != 1,
-            f"gradient_accumulation_steps = {args.gradient_accumulation_steps}",
-            "Set it to 1: every step has as many micro-batches as its tokens need. Set tokens_per_step instead.",
-        ),
-        (
-            strategy not in ("random", "sequential"),
-            f"train_sampling_strategy = {strategy!r}",
-            "Use 'random' or 'sequential': documents are balanced by cost already.",
-        ),
+        (kind_of(type(trainer)) in WHOLE,
+         f"a {type(trainer).__name__}, which makes its sequences itself,", "Use a loop."),
+        (args.per_device_train_batch_size != 1, f"per_device_train_batch_size = {args.per_device_train_batch_size}",
+         "Set it to 1: a micro-batch is one row of packed documents. Its documents follow from tokens_per_rank and"
+         " tokens_per_step."),
+        (args.gradient_accumulation_steps != 1, f"gradient_accumulation_steps = {args.gradient_accumulation_steps}",
+         "Set it to 1: every step has as many micro-batches as its tokens need. Set tokens_per_step instead."),
+        (strategy not in ("random", "sequential"), f"train_sampling_strategy = {strategy!r}",
+         "Use 'random' or 'sequential': documents are balanced by cost already."),
         (args.dataloader_drop_last, "dataloader_drop_last = True", "Leave it out: every document is trained on."),
         (args.auto_find_batch_size, "auto_find_batch_size = True", "Use a smaller tokens_per_rank."),
         (args.ignore_data_skip, "ignore_data_skip = True", "Leave it out: skipping steps reads no documents."),
         (args.n_gpu > 1, f"one process with {args.n_gpu} GPUs", "Start a process for each GPU with torchrun."),
-        (
-            trainer._sharding["layout"] != "balanced",
-            f"layout = {trainer._sharding['layout']!r}",
-            "Leave it out: each micro-batch has its own.",
-        ),
-        (
-            trainer.model is not None and not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None,
-            f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
-            "Its loss would be the mean of each micro-batch. Use a model whose forward takes num_items_in_batch.",
-        ),
-        (
-            getattr(trainer.data_collator, "mlm", False),
-            "a collator with mlm = True",
-            "Labels are those of the next token. Use mlm=False.",
-        ),
-    ]
+        (trainer._sharding["layout"] != "balanced", f"layout = {trainer._sharding['layout']!r}",
+         "Leave it out: each micro-batch has its own."),
+        (trainer.model is not None and not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None,
+         f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
+         "Its loss would be the mean of each micro-batch. Use a model whose forward takes num_items_in_batch."),
+        (getattr(trainer.data_collator, "mlm", False), "a collator with mlm = True",
+         "Labels are those of the next token. Use mlm=False."),
+    ]  # fmt: skip
     for applies, name, advice in refused:
         if applies:
             raise BatchError(f"{name} is not supported with batches=. {advice}")
@@ -189,7 +169,7 @@ class Order:
     def __iter__(self) -> Iterator[list[int]]:
         self.epoch = self.trainer.state.global_step // self.num_steps if self.epoch is None else self.epoch + 1
         if self.seed is not None and self.epoch:
-            self.numbers = shuffled(self.num_steps, self.seed + self.epoch)
+            self.numbers = shuffled_numbers(self.num_steps, self.seed + self.epoch)
         return ([int(number)] for number in self.numbers)
 
 
@@ -234,7 +214,7 @@ class StepLoader:
         )
         self._ahead = prefetch((), self._prepare)
         self._kinds: dict[Any, None] = {}
-        """What plans of attention were made for: kinds of layers and sizes."""
+        """Kinds of layers and sizes that plans of attention are built for."""
 
     def close(self) -> None:
         """End the thread."""
@@ -260,9 +240,9 @@ class StepLoader:
                 yield later, start, micro
                 start += max(int(micro.lengths.sum()), micro.ranks)
 
-    def _prepare(self, found: tuple[int, int, MicroBatch]) -> Part:
+    def _prepare(self, item: tuple[int, int, MicroBatch]) -> Part:
         """Make the layout of a micro-batch, and plans of attention for the kinds of layers that ran before."""
-        part = Part(*found, layout_of(found[2]))
+        part = Part(*item, layout_of(item[2]))
         trainer, num_tokens = self.trainer, int(part.micro.lengths.sum())
         config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
         balances = getattr(trainer, "aux_loss_enabled", False) or getattr(config, "output_router_logits", False)
@@ -272,17 +252,11 @@ class StepLoader:
                 f" but step {part.number} has one of {num_tokens}: padding would count. Leave short documents out, or"
                 f" use a larger tokens_per_step."
             )
-        self._prepare_plans(part)
-        return part
-
-    def _prepare_plans(self, part: Part) -> None:
-        """Make the plans that the model will ask for, which are kept by value."""
-        sequence: ShardedSequence | None = self.trainer._sequence
+        sequence: ShardedSequence | None = trainer._sequence
         if sequence is None:
-            return
+            return part
         numbers = numbers_of(part.micro, part.layout.seq_len)
         whole = Whole(1, part.layout.seq_len, None, numbers if numbers.any() else None)
-        device = self.trainer.args.device
         for kind, *sizes in list(self._kinds):
             if not isinstance(kind, tuple) or "chunk" in repr(kind):  # of a convolution or recurrence; by positions
                 continue
@@ -290,4 +264,5 @@ class StepLoader:
             make_plan(
                 whole.mask(kind), part.layout, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
                 v_head_dim=v_head_dim, dtype=dtype, scheme=sequence.scheme, group=sequence.group,
-            ).prepare(sequence.rank, device)  # fmt: skip
+            ).prepare(sequence.rank, trainer.args.device)  # fmt: skip
+        return part

@@ -22,13 +22,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from longspan.huggingface import check
 from longspan.huggingface.adapter import ModelAdapter, adapter_of
-from longspan.huggingface.batches import Reading
+from longspan.huggingface.batches import BatchInfo
+from longspan.huggingface.check import Form, detect_form, without_weights
 from longspan.huggingface.hooks import vision_encoders
 from longspan.huggingface.mixers import mixes, text_part
 from longspan.huggingface.released import release_of
 from longspan.huggingface.structure import Rules, Snapshot, classes_of, find_unverified_module, num_layers
-from longspan.huggingface.trial import Form, detect_form
 from longspan.huggingface.user_hooks import check_hooks
 from longspan.run.group import check_may_send
 from longspan.training import BatchError
@@ -75,20 +76,20 @@ class Known:
             return
         other = find_unverified_module(model, self.names, vision_encoders(model))
         if other is not None:
-            raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_unchecked(other)}")
+            raise BatchError(f"{type(model).__name__} cannot be used over ranks any more: {_describe_unchecked(other)}")
         self.accept(model)
 
 
-def _unchecked(module: str) -> str:
+def _describe_unchecked(module: str) -> str:
     return (
         f"it has {module}, which a model of this class and configuration has not, so it was not checked. Compare it"
         f" with one device {_COMPARE}"
     )
 
 
-def get_rules(model: Any, read: Reading, group: Any, trust_model: bool) -> Rules:
+def get_rules(model: Any, info: BatchInfo, group: Any, trust_model: bool) -> Rules:
     """Return the rules by which to shard the model, after its check; all ranks refuse a model that would be wrong."""
-    form = detect_form(read, model.config.get_text_config())
+    form = detect_form(info, model.config.get_text_config())
     known = _KNOWN.get(model)
     if known is None:
         known = _KNOWN[model] = Known()
@@ -124,7 +125,7 @@ def _answer(model: Any, form: Form) -> dict[str, Any]:
         other = find_unverified_module(model, answer["classes"], vision_encoders(model)) if answer["ok"] else None
     except Exception as error:
         return {"ok": False, "reason": f"its check failed ({type(error).__name__}: {error})."}
-    return answer if other is None else {"ok": False, "reason": _unchecked(other)}
+    return answer if other is None else {"ok": False, "reason": _describe_unchecked(other)}
 
 
 def broadcast_bytes(message: bytes, group: Any) -> bytes:
@@ -147,8 +148,6 @@ def load_or_run_check(kind: type, config: Any, form: Form, model: Any = None) ->
 
     `model` is one of this class and configuration; without it a model without weights is built to look at its code.
     """
-    from longspan.huggingface.check import prove
-
     release = _release(kind, config, model)
     path = None if release is None else _path(kind, config, form, release)
     if path is not None:
@@ -158,7 +157,7 @@ def load_or_run_check(kind: type, config: Any, form: Form, model: Any = None) ->
                 return saved["answer"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # no such file, or not as it was written
-    proof = prove(kind, config, form)
+    proof = check.prove(kind, config, form)
     answer = {
         "ok": proof.ok, "model": proof.model, "form": proof.form, "reason": proof.reason, "error": f"{proof.error:.1e}",
         "seconds": round(proof.seconds, 2), "rules": proof.rules.as_json(), "classes": list(proof.classes),
@@ -169,8 +168,6 @@ def load_or_run_check(kind: type, config: Any, form: Form, model: Any = None) ->
 
 
 def _release(kind: type, config: Any, model: Any) -> str | None:
-    from longspan.huggingface.check import without_weights
-
     return release_of(without_weights(kind, config) if model is None else model, config)
 
 

@@ -12,7 +12,7 @@ compared when the model was checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from longspan._torch import hooks_of
 from longspan.huggingface.masks import current
-from longspan.huggingface.structure import OWN, Rules, has_hook, own_class
+from longspan.huggingface.structure import Rules, has_hook, own_class
 from longspan.training import BatchError, Head, token_logprobs, token_loss
 
-LOSS, LOGITS, SCORES = "loss", "logits", "scores"
+OutputKind = Literal["loss", "logits", "scores"]
 """What the model must return: the loss alone, logits (and the loss), or log-probabilities of labels."""
 _LOSS_WORDS = frozenset(("ignore_index", "label_smoothing", "reduction", "weight"))
 _KNOWN_HOOKS = ("torch", "accelerate", "longspan")
@@ -120,10 +120,10 @@ class HeadTask:
         else:
             changes = {"logits": NoLogits()} if is_own_loss else {"logits": NoLogits(), "loss": self.result(logits)}
         self.values = None
-        return replaced(output, **changes)
+        return replace_values(output, **changes)
 
 
-def replaced(output: Any, **changes: Any) -> Any:
+def replace_values(output: Any, **changes: Any) -> Any:
     """Return the model's output with other values in it."""
     return type(output)(**{**output, **changes})
 
@@ -159,7 +159,7 @@ def why_logits(model: Any, rules: Rules) -> str:
             package = (getattr(hook, "__module__", None) or type(hook).__module__).split(".")[0]
             if package not in _KNOWN_HOOKS:
                 return f"{rules.head} has a hook of {package}"
-    if rules.loss == OWN and not isinstance(vars(model).get("_loss_function", None), HeadLoss | None):
+    if rules.loss == "own" and not isinstance(vars(model).get("_loss_function", None), HeadLoss | None):
         return "the model has another loss_function"
     return ""
 
@@ -172,7 +172,7 @@ def watch_head(model: Any, rules: Rules) -> None:
         return
     head.register_forward_pre_hook(_before, with_kwargs=True)  # after FSDP's, which gathers the weight
     head.register_forward_hook(_after, prepend=True)  # before FSDP's, which frees it
-    if rules.loss == OWN and not isinstance(model.loss_function, HeadLoss):
+    if rules.loss == "own" and not isinstance(model.loss_function, HeadLoss):
         model.loss_function = HeadLoss(model.loss_function)
 
 

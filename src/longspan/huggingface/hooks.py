@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import LABELS, PACKED, check_arguments
-from longspan.huggingface.head import replaced
+from longspan.huggingface.head import replace_values
 from longspan.huggingface.masks import LAST_FORWARD, current, enter, leave
 from longspan.huggingface.mixers import text_part
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.structure import IN_PLACE, MASK, OWN, POOLED, SHIFTED, has_hook
+from longspan.huggingface.structure import has_hook
 from longspan.run.simulated import SimulatedRank
 from longspan.tile import accumulation_dtype
 from longspan.training import BatchError
@@ -106,16 +107,16 @@ def with_loss(output: Any, sequence: Any) -> Any:
     """Return the model's output with this rank's share of the loss, or None if it has that already."""
     rule, task, labels = sequence.rules.loss, sequence.at_head, sequence.labels
     if task is not None:
-        done = task.finish(output, rule == OWN)
+        done = task.finish(output, rule == "own")
         if done is not None:
             return done
-    if rule != POOLED and (rule not in (SHIFTED, IN_PLACE) or labels is None):
+    if rule != "pooled" and (rule not in ("shifted", "in place") or labels is None):
         return None
     if isinstance(output, tuple):
         raise BatchError("the model's output must have names, but got a tuple. Leave out return_dict=False.")
-    if rule == POOLED:
+    if rule == "pooled":
         loss = getattr(output, "loss", None)
-        return None if loss is None else replaced(output, loss=loss / sequence.group.size())
+        return None if loss is None else replace_values(output, loss=loss / sequence.group.size())
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         raise BatchError(
@@ -127,7 +128,7 @@ def with_loss(output: Any, sequence: Any) -> Any:
         labels.reshape(-1).to(logits.device),
         reduction="sum",
     )
-    return replaced(output, loss=total / sequence.num_items.to(total.device))
+    return replace_values(output, loss=total / sequence.num_items.to(total.device))
 
 
 class BalancingLoss:
@@ -237,7 +238,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     running = sequence if sequence is not None else current()
     enter(running)
     LAST_FORWARD.checks_hooks = getattr(running, "checks_hooks", False)
-    if getattr(running, "at_head", None) is not None and running.rules.loss == OWN and module is running.model():
+    if getattr(running, "at_head", None) is not None and running.rules.loss == "own" and module is running.model():
         running.at_head.begin(kwargs)
     if not isinstance(sequence, ShardedSequence):
         return None
@@ -260,7 +261,7 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     # called, takes no keywords.
     forward = vars(module).get("forward")
     accepts = accepts_kwarg(type(module), NAME) if forward is None else _accepts(forward, NAME)
-    if sequence.rules.handed == MASK or not accepts:
+    if sequence.rules.handed == "mask" or not accepts:
         return args, {name: value for name, value in kwargs.items() if name != NAME}
     return None
 
@@ -320,17 +321,17 @@ PLACED = ("visual_pos_masks", "deepstack_visual_embeds")
 def watch_body(model: nn.Module, body: str, joined: str | None) -> None:
     """Register the hooks that shard the inputs of the backbone, and gather the outputs of `joined` (or the inputs of a
     pooler)."""
-    _register(model.get_submodule(body), _cut, None)
+    _register(model.get_submodule(body), _shard_before, None)
     if joined is None:
         return
     if joined.endswith(POOLER):
-        _register(model.get_submodule(joined), _join_before, None)
+        _register(model.get_submodule(joined), _gather_before, None)
     else:
-        _register(model.get_submodule(joined), None, _join)
+        _register(model.get_submodule(joined), None, _gather_after)
 
 
 @torch.compiler.disable
-def _cut(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _shard_before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = current()
     if sequence is None or sequence.is_cut:
         return None
@@ -371,35 +372,35 @@ def _shard_input(name: str, value: Any, sequence: Any) -> Any:
 
 
 @torch.compiler.disable
-def _join(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
+def _gather_after(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
     sequence = current()
     if sequence is None or not sequence.is_cut or sequence.is_joined or sequence.rules.joined is None:
         return None
     sequence.is_joined = True  # is_cut stays: layers that are recomputed in backward are sharded
     if isinstance(output, Tensor):
-        return joined(output, sequence)
+        return gather_all_tokens(output, sequence)
     if isinstance(output, tuple):
-        return (joined(output[0], sequence), *output[1:])
-    return replaced(output, last_hidden_state=joined(output.last_hidden_state, sequence))
+        return (gather_all_tokens(output[0], sequence), *output[1:])
+    return replace_values(output, last_hidden_state=gather_all_tokens(output.last_hidden_state, sequence))
 
 
 @torch.compiler.disable
-def _join_before(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+def _gather_before(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
     sequence = current()
     if sequence is None or not sequence.is_cut:
         return None
-    return (joined(args[0], sequence), *args[1:]), kwargs
+    return (gather_all_tokens(args[0], sequence), *args[1:]), kwargs
 
 
-def joined(x: Tensor, sequence: Any) -> Tensor:
+def gather_all_tokens(x: Tensor, sequence: Any) -> Tensor:
     """Return rows of all ranks, (B, S, features), on every rank; backward sums the gradients of all ranks."""
     layout, group = sequence.layout, sequence.group
     if isinstance(group, SimulatedRank):
-        return group.meet("joining tokens", x, lambda parts: [layout.unshard(parts, 1)] * len(parts))
-    return _Joined.apply(x, layout, group)  # type: ignore[return-value]
+        return group.meet("a gather of tokens", x, lambda parts: [layout.unshard(parts, 1)] * len(parts))
+    return _GatherAllTokens.apply(x, layout, group)  # type: ignore[return-value]
 
 
-class _Joined(torch.autograd.Function):
+class _GatherAllTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Any, group: Any) -> Tensor:
         ctx.layout, ctx.group = layout, group
@@ -408,6 +409,7 @@ class _Joined(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = all_summed(grads[0].clone().contiguous(), ctx.group)
         return ctx.layout.shard(total, ctx.group.rank(), 1), None, None

@@ -14,27 +14,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longspan.errors import renamed
+from longspan.errors import refuse_old_names
+from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
-from longspan.huggingface.batches import (
-    IGNORE,
-    read_batch,
-)
+from longspan.huggingface.batches import IGNORE, is_between, read_batch
 from longspan.huggingface.first_use import get_rules
-from longspan.huggingface.head import LOGITS, LOSS, SCORES
 from longspan.huggingface.masks import LayerMask
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.sharding import Sharding, check_model, check_padding, register, sharded
+from longspan.huggingface.sharding import Sharding, build_arguments, check_model, register
 from longspan.layouts import Layout
 from longspan.training import BatchError
 from longspan.training.groups import all_summed, process_group
-from longspan.training.loss import Reported
+from longspan.training.loss import ValueWithGradOf
 from longspan.validate import Group
 
 __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
 
 
-@renamed(schedule="scheme")
+@refuse_old_names(schedule="scheme")
 def shard_inputs(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -86,7 +83,7 @@ def shard_inputs(
 
         Models that pool (classes of sequences), or that see images, receive whole sequences, which are sharded inside.
     """
-    options = Sharding(layout, positions, scheme, dropout_seed, LOGITS if logits else LOSS)
+    options = Sharding(layout, positions, scheme, dropout_seed, "logits" if logits else "loss")
     return _shard(model, batch, process_group(group, "shard_inputs"), options, trust_model)
 
 
@@ -115,7 +112,7 @@ def shard_for_logprobs(
         if labels is None:
             raise BatchError("log-probabilities need labels or input_ids, but the batch has neither. Add labels.")
         batch = {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORE)}
-    options = Sharding(layout, None, "auto", dropout_seed, SCORES, float(temperature))
+    options = Sharding(layout, None, "auto", dropout_seed, "scores", float(temperature))
     part = _shard(model, batch, process_group(group, "shard_for_logprobs"), options, trust_model)
     if part[NAME].at_head is None:
         raise BatchError(
@@ -140,15 +137,18 @@ def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum"
     sequence.check_seen("the model")
     value = all_summed(loss.detach().clone(), sequence.group)
     share = loss * sequence.group.size() if gradients == "average" else loss
-    return Reported.apply(share, value)  # type: ignore[return-value]
+    return ValueWithGradOf.apply(share, value)  # type: ignore[return-value]
 
 
 def _shard(model: Any, batch: Mapping[str, Any], group: Any, options: Sharding, trust_model: bool) -> dict[str, Any]:
     inner = check_model(model, batch)
-    read = read_batch(batch)
-    if read.padding is not None:
-        check_padding(inner, read)
-    rules = get_rules(inner, read, group, trust_model)
-    part = sharded(inner, read, group, rules, options, model)
+    info = read_batch(batch)
+    if is_between(info.padding) and adapter_of(inner, compare=False).is_hybrid:
+        raise BatchError(
+            "attention_mask must not have padding between real tokens for this model, whose recurrences would carry"
+            " their state across it. Move padding to the front or the end of each row."
+        )
+    rules = get_rules(inner, info, group, trust_model)
+    part = build_arguments(inner, info, group, rules, options, model)
     part[NAME].checks_hooks = not trust_model
     return part

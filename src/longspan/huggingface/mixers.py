@@ -147,7 +147,7 @@ def _scan_plan(sequence: ShardedSequence, state: tuple[int, int, int], maps: str
 # -- Replacing functions of modeling files -----------------------------------------------------------------------------
 
 
-class Routed:
+class MixerCall:
     """A function of a modeling file, which runs over ranks if it receives `longspan=`."""
 
     def __init__(self, name: str, original: Any, mixer: Mixer) -> None:
@@ -181,8 +181,8 @@ def route(model: nn.Module) -> None:
         if not module.__name__.startswith("transformers.models."):
             continue
         for name, mixer in MIXERS.items():
-            if mixer.run is not None and hasattr(module, name) and not isinstance(getattr(module, name), Routed):
-                setattr(module, name, Routed(name, getattr(module, name), mixer))
+            if mixer.run is not None and hasattr(module, name) and not isinstance(getattr(module, name), MixerCall):
+                setattr(module, name, MixerCall(name, getattr(module, name), mixer))
 
 
 # -- Mixers of a model -------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def route(model: nn.Module) -> None:
 def mixes(kind: type) -> frozenset[str]:
     """Return the names of `MIXERS` that the methods of a class of a modeling file mention."""
 
-    def mentioned(code: CodeType) -> set[str]:
-        inner = [mentioned(const) for const in code.co_consts if isinstance(const, CodeType)]
+    def collect_names(code: CodeType) -> set[str]:
+        inner = [collect_names(const) for const in code.co_consts if isinstance(const, CodeType)]
         return set(code.co_names).intersection(MIXERS).union(*inner)
 
     names: set[str] = set()
@@ -201,7 +201,7 @@ def mixes(kind: type) -> frozenset[str]:
         if part.__module__.startswith("transformers.models."):
             for method in vars(part).values():
                 code = method_code(method)
-                names |= set() if code is None else mentioned(code)
+                names |= set() if code is None else collect_names(code)
     return frozenset(names)
 
 

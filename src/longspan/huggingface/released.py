@@ -102,7 +102,7 @@ def _is_released(name: str) -> bool:
     file is as it was installed. Longspan's own files are part of every key."""
     package = _package(name)
     if package not in CHECKED:
-        return package in _required()
+        return package in _required_packages()
     path = getattr(sys.modules.get(name), "__file__", None)
     if path is None:
         return package == "torch"  # modules of its library
@@ -143,7 +143,7 @@ def _record(package: str) -> tuple[str, frozenset[str]]:
 
 
 @lru_cache(maxsize=1)
-def _required() -> frozenset[str]:
+def _required_packages() -> frozenset[str]:
     """Return the names of packages whose functions transformers and torch themselves use."""
     packages = {"longspan"}
     for package in CHECKED:

@@ -21,28 +21,16 @@ from longspan.huggingface.batches import (
     IGNORE,
     PACKED,
     USED,
-    Reading,
+    BatchInfo,
     check_arguments,
     check_others,
-    is_between,
     positions_of,
     shifted_labels,
 )
-from longspan.huggingface.head import LOGITS, LOSS, SCORES, HeadTask
+from longspan.huggingface.head import HeadTask, OutputKind
 from longspan.huggingface.masks import counts_inside_documents, layer_mask
 from longspan.huggingface.sequence import ShardedSequence, Whole
-from longspan.huggingface.structure import (
-    AFTER_PADDING,
-    COUNT,
-    IN_PLACE,
-    NO_POSITIONS,
-    OWN,
-    POOLED,
-    SHIFTED,
-    Rules,
-    check_structure,
-    text_model,
-)
+from longspan.huggingface.structure import Rules, check_structure, text_model
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.training import Batch, BatchError
@@ -51,7 +39,7 @@ from longspan.training.loss_without_logits import start_copy
 
 STATE_KEYS = 2048
 """The weight of a state that goes from span to span, in keys and values: 6 MiB in Qwen3-Next against 2 KiB."""
-SAID_BYTES = 2**30
+WARN_BYTES = 2**30
 """The size from which a warning says that logits are computed: they and their loss take 12 bytes a number."""
 MOST_GEOMETRIES = 4
 """Batch sizes whose layouts and plans a model keeps."""
@@ -97,15 +85,6 @@ def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
     return inner
 
 
-def check_padding(inner: Any, read: Reading) -> None:
-    """Raise for padding that a recurrence would carry its state across."""
-    if read.padding is not None and is_between(read.padding) and adapter_of(inner, compare=False).is_hybrid:
-        raise BatchError(
-            "attention_mask must not have padding between real tokens for this model, whose recurrences would carry"
-            " their state across it. Move padding to the front or the end of each row."
-        )
-
-
 @dataclass(frozen=True)
 class Sharding:
     """The options of `shard_inputs`."""
@@ -114,23 +93,22 @@ class Sharding:
     positions: str | None = None
     scheme: str = "auto"
     dropout_seed: int | None = None
-    wants: str = LOSS
-    """Whether the model must return its loss, logits, or log-probabilities."""
+    output_kind: OutputKind = "loss"
     temperature: float = 1.0
     """Of log-probabilities."""
 
 
-def sharded(
-    inner: Any, read: Reading, members: Any, rules: Rules, options: Sharding, wrapped: Any = None
+def build_arguments(
+    inner: Any, info: BatchInfo, members: Any, rules: Rules, options: Sharding, wrapped: Any = None
 ) -> dict[str, Any]:
     """Return this rank's arguments of a model that runs by these rules."""
-    batch, config, adapter = read.batch, inner.config.get_text_config(), adapter_of(inner, compare=False)
+    batch, config, adapter = info.batch, inner.config.get_text_config(), adapter_of(inner, compare=False)
     if rules.body is None:
-        check_others(read)
+        check_others(info)
     kinds = adapter.layer_kinds(config)
-    if read.documents is not None:
-        _check_packing(inner, adapter, read, kinds, config)
-    whole, layout, plans, local_positions = _geometry(adapter, read, kinds, members.size(), options)
+    if info.documents is not None:
+        _check_packing(inner, adapter, info, kinds, config)
+    whole, layout, plans, local_positions = _geometry(adapter, info, kinds, members.size(), options)
     sequence = ShardedSequence(whole, layout, members, options.scheme, options.dropout_seed, rules, plans)
     sequence.num_layers, rank = adapter.num_layers, sequence.rank
     sequence.needed = adapter.mixers if adapter.is_hybrid else {}
@@ -144,10 +122,10 @@ def sharded(
                 continue
             is_token = name in ("input_ids", "inputs_embeds", *BY_TOKEN)
             part[name] = layout.shard(value, rank, 1) if is_token else value
-        if rules.loss in (SHIFTED, IN_PLACE):
+        if rules.loss in ("shifted", "in place"):
             part.pop("num_items_in_batch", None)
     else:
-        kept = ("labels", "num_items_in_batch") if rules.loss == POOLED else ()
+        kept = ("labels", "num_items_in_batch") if rules.loss == "pooled" else ()
         dropped = {"labels", "shift_labels", "num_items_in_batch", *PACKED, "max_length_q", "max_length_k"} - {*kept}
         part.update({name: value for name, value in batch.items() if name not in dropped and value is not None})
 
@@ -155,31 +133,31 @@ def sharded(
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     position_ids = batch.get("position_ids")
     if rules.body is None:
-        is_counted = position_ids is None and options.positions is None and rules.positions in (COUNT, NO_POSITIONS)
-        if is_counted and read.documents is None and not adapter.depends_on_largest:
+        is_counted = position_ids is None and options.positions is None and rules.positions in ("count", "none")
+        if is_counted and info.documents is None and not adapter.depends_on_largest:
             if tokens.device not in local_positions:
-                counted = torch.arange(read.seq_len, device="cpu").expand(read.rows, -1)
+                counted = torch.arange(info.seq_len, device="cpu").expand(info.rows, -1)
                 local_positions[tokens.device] = to_device(layout.shard(counted, rank, 1), tokens.device)
             position_ids = local_positions[tokens.device].clone()
         else:
-            position_ids = _positions(adapter, read, rules, options, sequence)
+            position_ids = _positions(adapter, info, rules, options, sequence)
             position_ids = to_device(layout.shard(position_ids, rank, 1), tokens.device)
     elif isinstance(position_ids, Tensor) and position_ids.ndim == 3:  # of images and video: sharded in the backbone
         sequence.largest = position_ids.max() if adapter.depends_on_largest else None
     else:
-        counted = _positions(adapter, read, rules, options, sequence)
+        counted = _positions(adapter, info, rules, options, sequence)
         if position_ids is None:
             sequence.position_ids = layout.shard(counted, rank, 1)
     part.pop("position_ids", None)
-    if position_ids is not None and rules.positions != NO_POSITIONS and adapter.accepts("position_ids"):
+    if position_ids is not None and rules.positions != "none" and adapter.accepts("position_ids"):
         part["position_ids"] = position_ids if position_ids.device == tokens.device else position_ids.to(tokens.device)
     part.pop("use_cache", None)
     if adapter.accepts("use_cache"):
         part["use_cache"] = False
 
     # Labels
-    labels = batch.get("labels") if rules.loss == IN_PLACE else shifted_labels(batch)
-    if labels is not None and rules.loss in (OWN, SHIFTED, IN_PLACE):
+    labels = batch.get("labels") if rules.loss == "in place" else shifted_labels(batch)
+    if labels is not None and rules.loss in ("own", "shifted", "in place"):
         if whole.padding is not None and (adapter.is_hybrid or not rules.exact_at_padding):
             _check_predicted(inner, labels, sequence)
         count = batch.get("num_items_in_batch")
@@ -192,11 +170,11 @@ def sharded(
             count = (labels != IGNORE).sum().clamp(min=1)
         count, mine = torch.as_tensor(count), layout.shard(labels, rank, 1, IGNORE)
         start_copy(mine)
-        if options.wants != LOGITS:
+        if options.output_kind != "logits":
             _prepare_head(adapter, config, sequence, mine, count, options)
-        if options.wants == SCORES:
+        if options.output_kind == "scores":
             pass  # no loss
-        elif rules.loss == OWN:
+        elif rules.loss == "own":
             part.update(shift_labels=mine, labels=labels[:, :0], num_items_in_batch=count)
         else:
             sequence.labels, sequence.num_items = mine, count
@@ -205,9 +183,9 @@ def sharded(
     return part
 
 
-def _check_packing(inner: Any, adapter: ModelAdapter, read: Reading, kinds: Any, config: Any) -> None:
+def _check_packing(inner: Any, adapter: ModelAdapter, info: BatchInfo, kinds: Any, config: Any) -> None:
     """Raise for documents in position_ids that the model would not separate on one device."""
-    if any(read.batch.get(name) is not None for name in PACKED) or config.model_type in BLIND or adapter.is_hybrid:
+    if any(info.batch.get(name) is not None for name in PACKED) or config.model_type in BLIND or adapter.is_hybrid:
         return
     if not all("causal" in repr(kind) for kind in kinds) or not adapter.shows_positions:
         raise BatchError(
@@ -217,22 +195,24 @@ def _check_packing(inner: Any, adapter: ModelAdapter, read: Reading, kinds: Any,
         )
 
 
-def _geometry(adapter: ModelAdapter, read: Reading, kinds: Any, world_size: int, options: Sharding) -> tuple[Any, ...]:
+def _geometry(
+    adapter: ModelAdapter, info: BatchInfo, kinds: Any, world_size: int, options: Sharding
+) -> tuple[Any, ...]:
     """Return the whole batch, its layout, and dicts for its plans and this rank's positions. All of them are kept for
     batches of this size if there are no documents and no padding."""
-    padding = None if read.padding is None or read.padding.all() else read.padding
+    padding = None if info.padding is None or info.padding.all() else info.padding
     key: Any = None
-    if padding is None and read.documents is None and isinstance(options.layout, str | Layout):
-        key = read.rows, read.seq_len, options.layout, world_size, options.scheme, tuple(kinds)
+    if padding is None and info.documents is None and isinstance(options.layout, str | Layout):
+        key = info.rows, info.seq_len, options.layout, world_size, options.scheme, tuple(kinds)
         if key in adapter.geometries:
             return adapter.geometries[key]
-    seq_len = read.seq_len
+    seq_len = info.seq_len
     layout: Any = options.layout
     positions = None
-    if padding is None and read.documents is not None and "chunk" in repr(kinds) and counts_inside_documents():
-        counted = positions_of(read, options.positions, "", None)
-        positions = None if restarts(counted, read.rows, seq_len) is None else counted.cpu().numpy()
-    whole = Whole(read.rows, seq_len, padding, read.documents, positions)
+    if padding is None and info.documents is not None and "chunk" in repr(kinds) and counts_inside_documents():
+        counted = positions_of(info, options.positions, "", None)
+        positions = None if restarts(counted, info.rows, seq_len) is None else counted.cpu().numpy()
+    whole = Whole(info.rows, seq_len, padding, info.documents, positions)
     if layout == "balanced":
         masks = [whole.mask(kind).resized(seq_len) for kind in kinds]
         span_keys = STATE_KEYS if adapter.is_hybrid else 0
@@ -262,9 +242,9 @@ def _geometry(adapter: ModelAdapter, read: Reading, kinds: Any, world_size: int,
     return geometry
 
 
-def _positions(adapter: ModelAdapter, read: Reading, rules: Rules, options: Sharding, sequence: Any) -> Tensor:
-    skipped = adapter.padding_id if rules.positions == AFTER_PADDING else None
-    position_ids = positions_of(read, options.positions, rules.positions, skipped)
+def _positions(adapter: ModelAdapter, info: BatchInfo, rules: Rules, options: Sharding, sequence: Any) -> Tensor:
+    skipped = adapter.padding_id if rules.positions == "after padding" else None
+    position_ids = positions_of(info, options.positions, rules.positions, skipped)
     if adapter.depends_on_largest:
         sequence.largest = position_ids.max()
     return position_ids
@@ -276,14 +256,14 @@ def _prepare_head(
     """Compute the loss, or log-probabilities, without logits if the model allows it."""
     reason = adapter.why_logits(sequence.rules)
     num_bytes = labels.numel() * int(getattr(config, "vocab_size", 0)) * 12
-    if reason and num_bytes >= SAID_BYTES and adapter.model not in _WARNED:
+    if reason and num_bytes >= WARN_BYTES and adapter.model not in _WARNED:
         _WARNED[adapter.model] = True
         _LOG.warning(
             "logits of %s are computed whole, %d tokens x vocab_size=%d on this rank, because %s.",
             type(adapter.model).__name__, labels.numel(), config.vocab_size, reason,
         )  # fmt: skip
-    if options.wants == SCORES or not reason:
-        temperature = options.temperature if options.wants == SCORES else None
+    if options.output_kind == "scores" or not reason:
+        temperature = options.temperature if options.output_kind == "scores" else None
         sequence.model = weakref.ref(adapter.model)
         sequence.at_head = HeadTask(config, sequence.rules, labels, count, temperature)
 
@@ -295,8 +275,8 @@ def _check_predicted(inner: Any, labels: Tensor, sequence: ShardedSequence) -> N
     wrong = (labels != IGNORE).cpu().numpy() & ~padding
     if wrong.any():
         row, place = (int(x[0]) for x in np.nonzero(wrong))
-        later = "" if sequence.rules.loss == IN_PLACE else ": the token after it is to be predicted from it"
-        first = "" if sequence.rules.loss == IN_PLACE else " and at the first real token after it"
+        later = "" if sequence.rules.loss == "in place" else ": the token after it is to be predicted from it"
+        first = "" if sequence.rules.loss == "in place" else " and at the first real token after it"
         raise BatchError(
             f"token {place} of row {row} is padding, and it has a label{later}. What {type(inner).__name__} computes at"
             f" padding means nothing, and differs between one device and ranks. Put -100 into labels at padding{first}."

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache, partial, partialmethod
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ ParallelismConfig."""
 
 
 @cache
-def installed() -> tuple[int, int]:
+def transformers_version() -> tuple[int, int]:
     """Return the version of transformers."""
     import transformers
 
@@ -55,13 +55,13 @@ def check_hybrid(model: Any) -> None:
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     for name, part in text.named_modules() if isinstance(text, nn.Module) else ():
         since = LATER_MIXERS.get(type(part).__name__, HYBRIDS_SINCE)
-        if installed() < since and any(
+        if transformers_version() < since and any(
             isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in part.children()
         ):
             raise BatchError(
                 f"{name} ({type(part).__name__}) has a convolution over tokens, which Longspan can replace in"
-                f" transformers {'.'.join(map(str, since))} or newer, but {'.'.join(map(str, installed()))} is"
-                f" installed. Update it, or use this model on one device."
+                f" transformers {'.'.join(map(str, since))} or newer, but {'.'.join(map(str, transformers_version()))}"
+                f" is installed. Update it, or use this model on one device."
             )
 
 
@@ -82,7 +82,7 @@ def masks_by_kind(config: Any) -> list[Any]:
 
     arguments = {"inputs_embeds": torch.empty(1, 2, 0), "attention_mask": None, "past_key_values": None}
     text = config.get_text_config()
-    if installed() >= CHUNKED_MASKS_SINCE or not hasattr(text, "layer_types"):
+    if transformers_version() >= CHUNKED_MASKS_SINCE or not hasattr(text, "layer_types"):
         masks = hf.create_masks_for_generate(config, **arguments)
         masks = list(masks.values()) if isinstance(masks, dict) else [masks]
     else:
@@ -97,30 +97,27 @@ def masks_by_kind(config: Any) -> list[Any]:
 def labels_of_sequences(counted: Any, accelerator: Any, num_parts: int) -> Any:
     """Return the number of labels of all sequences of a step, from the Trainer's sum over all ranks, in which each rank
     of a sequence counted all labels of it."""
-    by_trainer = installed() >= PARTS_COUNTED_SINCE or getattr(accelerator, "parallelism_config", None) is not None
+    by_trainer = (
+        transformers_version() >= PARTS_COUNTED_SINCE or getattr(accelerator, "parallelism_config", None) is not None
+    )
     return counted if counted is None or by_trainer else counted // num_parts
 
 
 # -- Rules of a model --------------------------------------------------------------------------------------------------
 
 
-COUNT, AFTER_PADDING, REAL, NO_POSITIONS = "count", "after padding", "real tokens", "none"
-OWN, SHIFTED, IN_PLACE, POOLED, NO_LOSS = "own", "shifted", "in place", "pooled", "none"
-KEYWORDS, MASK = "keywords", "mask"
-
-
 @dataclass(frozen=True)
 class Rules:
     """How one model runs over ranks, as determined by its check: plain values, which are stored on disk."""
 
-    positions: str = COUNT
+    positions: Literal["count", "after padding", "real tokens", "none"] = "count"
     """If a batch has no position_ids: tokens are counted from 0 ("count"), from padding_idx + 1 without padding
     ("after padding", RoBERTa), from 0 without padding, which is at -1 ("real tokens", OPT), or the model takes none
     ("none")."""
-    loss: str = OWN
+    loss: Literal["own", "shifted", "in place", "pooled", "none"] = "own"
     """The model's own loss takes shift_labels ("own"); cross-entropy of labels one place earlier ("shifted") or in
     place ("in place"), divided by all labels; a loss of whole sequences, the same on all ranks ("pooled"); or none."""
-    handed: str = KEYWORDS
+    handed: Literal["keywords", "mask"] = "keywords"
     """Whether layers receive the sequence by the keyword `longspan`, or by their mask alone."""
     body: str | None = None
     """The name of the backbone whose inputs are sharded; None if they are sharded before the model."""
@@ -259,12 +256,11 @@ def _is_common(kind: type) -> bool:
 
 def own_class(module: nn.Module) -> type:
     """Return the class of a module before torch.distributed derived another from it."""
-    return next(kind for kind in type(module).__mro__ if not _is_derived(kind))
-
-
-def _is_derived(kind: type) -> bool:
-    is_fsdp = kind.__bases__[:1] and kind.__bases__[0].__module__ == "torch.distributed.fsdp"
-    return bool(is_fsdp) or kind.__module__.startswith("torch.distributed")  # FSDP's is of "abc" if it is abstract
+    for kind in type(module).__mro__:
+        is_fsdp = kind.__bases__[:1] and kind.__bases__[0].__module__ == "torch.distributed.fsdp"
+        if not is_fsdp and not kind.__module__.startswith("torch.distributed"):  # FSDP's may be of "abc"
+            return kind
+    raise AssertionError("the last class is object")
 
 
 def classes_of(model: nn.Module) -> dict[str, type]:

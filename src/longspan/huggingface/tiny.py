@@ -166,7 +166,7 @@ def _renumbering(vocabulary: int) -> Callable[[Any], Any]:
 
 def _shrink(old: dict[str, Any], sizes: TinySizes, renumber: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the attributes of one part that change."""
-    changed = {name: new for name, new in sizes.changed().items() if name in old}
+    changed = {name: new for name, new in sizes.changes().items() if name in old}
     layers = kept_layers(old)
     changed.update(with_layers({**old, **changed}, layers))
     if old.get("_heterogeneity_spec") is not None:  # settings of single layers (`per_layer_config`)
@@ -283,7 +283,7 @@ class TinySizes:
             self.head_dim *= 2 if self.heads * self.head_dim == 64 else 1
         self.old_head_dim = dim or (hidden // heads if heads and hidden else None)
 
-    def changed(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, Any]:
         """Return all attributes that get another value."""
         changed: dict[str, Any] = {}
         for name, value in self.old.items():

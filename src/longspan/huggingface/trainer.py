@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from longspan import huggingface
-from longspan.errors import renamed
+from longspan.errors import refuse_old_names
 from longspan.huggingface.accelerate import (
-    PARTS,
-    PLAIN,
     WHOLE,
     PartsAccelerator,
     Ranks,
-    each_once,
+    drop_cp_duplicates,
     kind_of,
     map_tensors,
     split_sequences,
@@ -40,7 +38,7 @@ from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
 from longspan.huggingface.documents import STEP, StepLoader, check_settings
 from longspan.huggingface.first_use import get_rules
-from longspan.huggingface.head import replaced
+from longspan.huggingface.head import replace_values
 from longspan.huggingface.inputs import shard_inputs
 from longspan.huggingface.masks import current
 from longspan.huggingface.sharding import check_model
@@ -51,7 +49,7 @@ from longspan.run.simulated import OnlyRank
 from longspan.tile import accumulation_dtype
 from longspan.training import BatchError, check_same, gather_outputs, gather_tokens
 from longspan.training.groups import message_device, process_group
-from longspan.training.loss import Reported
+from longspan.training.loss import ValueWithGradOf
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
 
@@ -79,40 +77,23 @@ def check_arguments(trainer: Any) -> None:
             break
     is_part = trainer._kind not in WHOLE
     refused = [
-        (
-            is_part and own_loss is not None and not trainer.own_loss_takes_shards,
-            f"compute_loss of {own_loss}",
-            "It receives a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
-            " If it supports these, set own_loss_takes_shards = True in the class.",
-        ),
-        (
-            is_part and not args.average_tokens_across_devices,
-            "average_tokens_across_devices = False",
-            "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True.",
-        ),
-        (
-            is_part and trainer.model is not None and not trainer.model_accepts_loss_kwargs,
-            f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
-            "Its loss would be the mean of a rank's own labels. Use a model whose forward takes num_items_in_batch.",
-        ),
-        (
-            args.eval_use_gather_object,
-            "eval_use_gather_object = True",
-            "Objects are gathered from all ranks, so each sample would count once per rank. Leave it out.",
-        ),
+        (is_part and own_loss is not None and not trainer.own_loss_takes_shards, f"compute_loss of {own_loss}",
+         "It receives a rank's part: shift_labels instead of labels to shift, and num_items_in_batch labels in all."
+         " If it supports these, set own_loss_takes_shards = True in the class."),
+        (is_part and not args.average_tokens_across_devices, "average_tokens_across_devices = False",
+         "Ranks hold different numbers of labels, so their means must be weighted by these. Leave it at True."),
+        (is_part and trainer.model is not None and not trainer.model_accepts_loss_kwargs,
+         f"a model of class {type(trainer.model).__name__}, which takes no loss arguments,",
+         "Its loss would be the mean of a rank's own labels. Use a model whose forward takes num_items_in_batch."),
+        (args.eval_use_gather_object, "eval_use_gather_object = True",
+         "Objects are gathered from all ranks, so each sample would count once per rank. Leave it out."),
         (trainer.is_deepspeed_enabled, "DeepSpeed", "Use DDP or FSDP2."),
-        (
-            trainer.get_tp_size() > 1,
-            "tensor parallelism",
-            "Use longspan.training.make_mesh in a loop of your own, which has the recipe.",
-        ),
-        (
-            getattr(collator, "return_position_ids", True) is False
-            and type(collator).__name__ == "DataCollatorWithFlattening",
-            "a collator that packs without position_ids",
-            "Documents could not be separated. Use DataCollatorWithFlattening(return_position_ids=True).",
-        ),
-    ]
+        (trainer.get_tp_size() > 1, "tensor parallelism",
+         "Use longspan.training.make_mesh in a loop of your own, which has the recipe."),
+        (type(collator).__name__ == "DataCollatorWithFlattening" and not getattr(collator, "return_position_ids", True),
+         "a collator that packs without position_ids",
+         "Documents could not be separated. Use DataCollatorWithFlattening(return_position_ids=True)."),
+    ]  # fmt: skip
     for applies, name, advice in refused:
         if applies:
             raise BatchError(
@@ -317,7 +298,7 @@ class PartLoss:
             logits, mine = outputs["logits"], now.of_part(self.alignment == SHIFTS)
             if self.alignment == SHIFTS:
                 logits, mine = _one_later(logits, mine)
-            return self.function(replaced(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
+            return self.function(replace_values(outputs, logits=logits), mine, num_items_in_batch=num_items_in_batch)
 
         # This rank's share: one part in as many of the value, and the gradient of this rank's tokens.
         slots = sequence.layout.num_slots(sequence.rank)
@@ -329,7 +310,7 @@ class PartLoss:
 
         whole = {name: map_tensors(gather, value) for name, value in outputs.items()}
         loss = self.function(type(outputs)(**whole), now.batch["labels"], num_items_in_batch=num_items_in_batch)
-        return Reported.apply(loss, loss.detach() / group.size())
+        return ValueWithGradOf.apply(loss, loss.detach() / group.size())
 
 
 def _one_later(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -462,7 +443,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
     own_loss_takes_shards = False
     """Set True in a class whose `compute_loss` takes this rank's part of the batch, with labels already shifted, and
     divides by `num_items_in_batch`."""
-    _kind = PLAIN
+    _kind = "plain"
     _wants_logits = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -470,7 +451,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
         if check_bases(cls, ContextParallelTrainer):
             huggingface.register()  # models are loaded with this attention before there is a trainer
 
-    @renamed(schedule="scheme")
+    @refuse_old_names(schedule="scheme")
     def __init__(
         self,
         *args: Any,
@@ -498,7 +479,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
             if self.model is not None:  # else model_init makes it later, and it is checked with the first batch
                 check_model(self.model, {})
             self._join_ranks()
-            if self._kind == PARTS:
+            if self._kind == "parts":
                 self.accelerator = PartsAccelerator(self.accelerator, self._ranks)
             if self.label_smoother is not None:
                 self.label_smoother = PartSmoother(self.label_smoother, lambda: self._labels)
@@ -517,11 +498,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
     def get_cp_size(self) -> int:
         return 1 if self._ranks is None else self._ranks.cp.size()
 
-    def _prepare_context_parallel_inputs(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        inputs: Any,
-    ) -> tuple[Callable[..., Any], Any]:
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Return the inputs unchanged: they are sharded in `compute_loss`, which all trainers call."""
         return contextlib.nullcontext, inputs
 
@@ -531,7 +508,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
         if self._ranks is not None:
             check_sharded(self, model)
         if self._ranks is None or self._kind in WHOLE or huggingface.NAME in inputs:
-            inputs = self._apart(model, inputs)
+            inputs = self._separate_documents(model, inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is None:
             if torch.is_grad_enabled():
@@ -549,13 +526,13 @@ class ContextParallelTrainer(TrlMethods, _Base):
             loss = super().compute_loss(model, part, return_outputs, num_items_in_batch)
         finally:
             self._labels = None
-        if self._kind == PARTS and model.training:
+        if self._kind == "parts" and model.training:
             # TRL's SFTTrainer counted tokens of each rank's part, and all rows as one.
             mask = inputs.get("attention_mask")
             num_tokens = inputs["input_ids"].shape[1] if mask is None else mask.sum()
             counts = self.accelerator.gather(torch.as_tensor(num_tokens, device=self.args.device))
             trainer: Any = self
-            trainer._total_train_tokens = before + int(each_once(counts, self._ranks).sum())
+            trainer._total_train_tokens = before + int(drop_cp_duplicates(counts, self._ranks).sum())
             trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
         return loss
 
@@ -619,7 +596,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
             self.accelerator.unwrap_model(model),
             inputs,
             self._ranks.cp,
-            logits=self._wants_logits or self._kind == PARTS or own_loss,
+            logits=self._wants_logits or self._kind == "parts" or own_loss,
             dropout_seed=self._dropout_seed(model.training),
             **(self._sharding if self._layout is None else {**self._sharding, "layout": self._layout}),
         )
@@ -629,7 +606,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
             self._sequence.labels = None  # the model's loss is not used
         return part
 
-    def _apart(self, model: nn.Module, inputs: Any) -> Any:
+    def _separate_documents(self, model: nn.Module, inputs: Any) -> Any:
         """Return the batch, with documents of a hybrid model kept apart if it runs on one process."""
         if self._ranks is not None or not isinstance(inputs, Mapping) or huggingface.NAME in inputs:
             return inputs
@@ -656,7 +633,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         if self._ranks is None or self._kind in WHOLE:
-            inputs = self._apart(model, inputs)
+            inputs = self._separate_documents(model, inputs)
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         names = self.label_names
         self._wants_logits = not prediction_loss_only

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.huggingface.accelerate import DISTILLS, PLAIN, WHOLE, Ranks, SequenceAccelerator, each_once
+from longspan.huggingface.accelerate import WHOLE, Ranks, SequenceAccelerator, drop_cp_duplicates
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, shifted_labels
 from longspan.huggingface.first_use import broadcast_bytes
@@ -35,7 +35,7 @@ from longspan.huggingface.sequence import ShardedSequence
 from longspan.huggingface.structure import has_hook, text_model
 from longspan.training import BatchError, gather_tokens, shift_tokens
 from longspan.training.groups import all_summed, message_device, process_group
-from longspan.training.loss import Reported
+from longspan.training.loss import ValueWithGradOf
 
 FUSED = "fused_lm_head"
 
@@ -53,13 +53,13 @@ def score_over_ranks(model: Any, group: Any, settings: Callable[[bool], dict[str
     if inner is None:
         raise BatchError(f"tokens are scored over ranks by a model of transformers, but got {type(model).__name__}.")
     _SCORED[inner] = group, settings
-    if not has_hook(inner, _cut):
-        inner.register_forward_pre_hook(_cut, with_kwargs=True)
+    if not has_hook(inner, _shard_arguments):
+        inner.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
         inner.register_forward_hook(_join, with_kwargs=True)
         inner.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
 
-def _cut(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _shard_arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return this rank's arguments, with labels that were shifted while the sequence was whole."""
     if model not in _SCORED or not kwargs.get(FUSED):
         return None
@@ -116,7 +116,7 @@ def _join(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> A
 def _sum_shares(share: Tensor, sequence: Any) -> Tensor:
     """Return a sum over all ranks, each with the gradient of its own share."""
     total = all_summed(share.detach().clone(), sequence.group)
-    return Reported.apply(share * sequence.group.size(), total)  # type: ignore[return-value]
+    return ValueWithGradOf.apply(share * sequence.group.size(), total)  # type: ignore[return-value]
 
 
 def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
@@ -148,10 +148,10 @@ class TrlMethods(_Base):
         """Make ranks of one sequence one process to the trainer, and models score tokens over them."""
         from accelerate.utils import set_seed
 
-        if self._ranks is None or self._kind == PLAIN:
+        if self._ranks is None or self._kind == "plain":
             return
         for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None and self._kind != DISTILLS:
+            if model is not None and self._kind != "distills":
                 score_over_ranks(model, self._ranks.cp, self._shard_settings)
         if self._kind in WHOLE and not isinstance(self.accelerator, SequenceAccelerator):
             self.accelerator = SequenceAccelerator(self.accelerator, self._ranks)
@@ -167,7 +167,7 @@ class TrlMethods(_Base):
 
     def _generate(self: Any, prompts: list[Any]) -> Any:
         completions = super()._generate(prompts)  # type: ignore[misc]
-        return completions if self._ranks is None else _shared(completions, self._ranks.cp.get_group())
+        return completions if self._ranks is None else _broadcast_completions(completions, self._ranks.cp.get_group())
 
     def _generate_and_score_completions(self: Any, inputs: list[Any]) -> Any:
         if self._ranks is None:
@@ -184,7 +184,7 @@ class TrlMethods(_Base):
     def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return, for distillation, the loss of whole sequences, the entropy of their tokens and the number of these,
         from this rank's share."""
-        if self._ranks is None or self._kind != DISTILLS:
+        if self._ranks is None or self._kind != "distills":
             return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
         student, inputs, num_items = args
         batch = {
@@ -204,7 +204,7 @@ class TrlMethods(_Base):
         finally:
             self._running = None
         sums = all_summed(torch.stack([x.detach().double() for x in (share, entropy, num_tokens)]), group)
-        loss = Reported.apply(share * group.size(), sums[0].to(share.dtype))  # DDP and FSDP2 average
+        loss = ValueWithGradOf.apply(share * group.size(), sums[0].to(share.dtype))  # DDP and FSDP2 average
         return loss, sums[1].to(entropy.dtype), sums[2].to(num_tokens.dtype)
 
     def _get_last_hidden_state(self: Any, unwrapped_model: Any, *args: Any, **images: Any) -> Tensor:
@@ -220,7 +220,7 @@ class TrlMethods(_Base):
         return text_model(unwrapped_model).base_model(**part).last_hidden_state
 
 
-def _shared(completions: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
+def _broadcast_completions(completions: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
     """Return the completions of the first rank. Images are each rank's own: they come with the prompts."""
 
     def has_images(item: Any) -> bool:
@@ -246,7 +246,7 @@ def _gather_sequences_once(kind: type, ranks: Ranks) -> Iterator[None]:
     names = ("gather", "gather_object")
     originals = [(module, name, vars(module)[name]) for module in modules for name in names if name in vars(module)]
     for module, name, original in originals:
-        setattr(module, name, lambda data, original=original: each_once(original(data), ranks))
+        setattr(module, name, lambda data, original=original: drop_cp_duplicates(original(data), ranks))
     try:
         yield
     finally:

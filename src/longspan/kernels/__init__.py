@@ -18,7 +18,16 @@ from longspan.kernels.panels import Guarded
 from longspan.kernels.reference import Reference
 from longspan.tile import PLAIN, Features, Tile
 
-__all__ = ["Features", "Kernel", "Tile", "choose_kernel", "computed_by", "full_name", "kernel_named", "why_not_inside"]
+__all__ = [
+    "Features",
+    "Kernel",
+    "Tile",
+    "choose_kernel",
+    "full_name",
+    "implementation_of",
+    "kernel_named",
+    "why_not_inside",
+]
 
 _log = logging.getLogger("longspan")
 
@@ -59,10 +68,10 @@ def kernel_named(name: str) -> Kernel:
     return _KERNELS[name]
 
 
-def computed_by(name: str) -> str:
+def implementation_of(name: str) -> str:
     """Return the implementation that a kernel runs, as machines name it.
 
-    >>> computed_by("varlen"), computed_by("fa3"), computed_by("reference")
+    >>> implementation_of("varlen"), implementation_of("fa3"), implementation_of("reference")
     ('FA2', 'FA3', 'reference')
     """
     return implementation() if name in ("varlen", "flash") else _COMPUTED_BY.get(name, name)

@@ -114,14 +114,14 @@ def gpu_refusal(like: Tensor, least: tuple[int, int]) -> str | None:
     return None
 
 
-def in_vectors(x: Tensor, width: int, multiple: int) -> Tensor:
+def pad_last_dim(x: Tensor, width: int, multiple: int) -> Tensor:
     """Pad the last dim with zeros to `width`, a multiple of `multiple`; the result has a contiguous last dim, and every
     row begins at a multiple of `multiple` numbers. Operators that read that many at once assume this unchecked.
 
-    >>> in_vectors(torch.ones(1, 1, 4, 6), 8, 8).stride()
+    >>> pad_last_dim(torch.ones(1, 1, 4, 6), 8, 8).stride()
     (32, 32, 8, 1)
     >>> rows = torch.ones(1, 1, 4, 9)[..., 1:]
-    >>> rows.stride(), in_vectors(rows, 8, 8).stride(), in_vectors(rows, 8, 1) is rows
+    >>> rows.stride(), pad_last_dim(rows, 8, 8).stride(), pad_last_dim(rows, 8, 1) is rows
     ((36, 36, 9, 1), (32, 32, 8, 1), True)
     """
     if x.shape[-1] < width:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan import _torch
-from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, in_vectors
+from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, pad_last_dim
 from longspan.tile import PLAIN, Features, Tile, cached
 
 MULTIPLE = 8
@@ -141,17 +141,17 @@ class Flash:
         return [tuple(launch.tiles) for launch in self._launches(tiles, num_q, num_k)]
 
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        b, e, (q, k, v), _ = work.q_BHQD.shape[0], work.v_BGKE.shape[3], *self._padded(work)
+        b, e, (q, k, v), _ = work.q_BHQD.shape[0], work.v_BGKE.shape[3], *self._pad_head_dims(work)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
             index = work.index
             operands = launch.queries(q, index), launch.keys(k, index), launch.keys(v, index)
             out, lse = self.op(*operands, *launch.starts(q, index), launch.longest, launch.window, work.scale)
-            yield launch.unpacked(out, b, e), launch.unpacked_lse(lse, b)
+            yield launch.unpack(out, b, e), launch.unpack_lse(lse, b)
 
     def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         dtype, b, d, e = work.q_BHQD.dtype, work.q_BHQD.shape[0], work.q_BHQD.shape[3], work.v_BGKE.shape[3]
-        (q, k, v), width = self._padded(work)
-        dout, out = (in_vectors(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
+        (q, k, v), width = self._pad_head_dims(work)
+        dout, out = (pad_last_dim(x.to(dtype), width, MULTIPLE) for x in (upstream.dout_BHQE, upstream.out_BHQE))
         # the operator itself writes +inf for rows that are not there: they add exact zeros
         lse = upstream.lse_BHQ.float().masked_fill(upstream.lse_BHQ.isneginf(), torch.inf)
         for launch in self._launches(work.tiles, q.shape[2], k.shape[2]):
@@ -162,15 +162,15 @@ class Flash:
             dq, dk, dv = self.backward_op(
                 *operands, launch.lse(lse, index), *starts, launch.longest, launch.window, work.scale
             )
-            yield launch.unpacked(dq, b, d), launch.unpacked(dk, b, d), launch.unpacked(dv, b, e)
+            yield launch.unpack(dq, b, d), launch.unpack(dk, b, d), launch.unpack(dv, b, e)
 
-    def _padded(self, work: TileWork) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    def _pad_head_dims(self, work: TileWork) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         """Return q, k and v with head dims that the kernel takes, and that of v."""
         d, e = work.q_BHQD.shape[3], work.v_BGKE.shape[3]
         widths = self.version.widths(d, e)
         assert widths is not None, f"head dims {d} and {e} were not refused"
-        q, k = (in_vectors(x, widths[0], MULTIPLE) for x in (work.q_BHQD, work.k_BGKD))
-        return (q, k, in_vectors(work.v_BGKE, widths[1], MULTIPLE)), widths[1]
+        q, k = (pad_last_dim(x, widths[0], MULTIPLE) for x in (work.q_BHQD, work.k_BGKD))
+        return (q, k, pad_last_dim(work.v_BGKE, widths[1], MULTIPLE)), widths[1]
 
     def index_arrays(
         self, tiles: Sequence[Tile], num_q: int, num_k: int, batch: int
@@ -220,23 +220,23 @@ class Launch:
         return Side("cols", [tile.k0 for tile in self.tiles], [tile.cols for tile in self.tiles])
 
     def queries(self, x_BHQD: Tensor, index: Index | None = None) -> Tensor:
-        return self._packed(x_BHQD, self.rows, index)
+        return self._pack_rows(x_BHQD, self.rows, index)
 
     def keys(self, x_BGKD: Tensor, index: Index | None = None) -> Tensor:
-        return self._packed(x_BGKD, self.cols, index)
+        return self._pack_rows(x_BGKD, self.cols, index)
 
     def lse(self, x_BHQ: Tensor, index: Index | None = None) -> Tensor:
         """Return (B, H, q) for one tile, (H, T) for many."""
-        picked = self._picked(x_BHQ, 2, self.rows, index)
+        picked = self._pick_rows(x_BHQ, 2, self.rows, index)
         return (picked if self.is_dense else picked.transpose(0, 1).flatten(1)).contiguous()
 
-    def _packed(self, x_BHTD: Tensor, side: Side, index: Index | None = None) -> Tensor:
+    def _pack_rows(self, x_BHTD: Tensor, side: Side, index: Index | None = None) -> Tensor:
         """Return (B, t, H, D) for one tile, (T, H, D) for many. Rows are packed token by token, with all heads of a
         token together, so that a copy has the right layout at once."""
-        picked = self._picked(x_BHTD.transpose(1, 2), 1, side, index)
+        picked = self._pick_rows(x_BHTD.transpose(1, 2), 1, side, index)
         return picked if self.is_dense else picked.flatten(0, 1)
 
-    def _picked(self, x: Tensor, dim: int, side: Side, index: Index | None = None) -> Tensor:
+    def _pick_rows(self, x: Tensor, dim: int, side: Side, index: Index | None = None) -> Tensor:
         """Return the rows of all tiles, one tile after the other."""
         if side.is_one_run:  # neighbours in memory: nothing to copy
             return x if side.total == x.shape[dim] else x.narrow(dim, side.firsts[0], side.total)
@@ -270,16 +270,16 @@ class Launch:
             self.known[key] = torch.from_numpy(array).to(device)
         return self.known[key]
 
-    def unpacked(self, x: Tensor, b: int, dim: int) -> Tensor:
+    def unpack(self, x: Tensor, b: int, dim: int) -> Tensor:
         """Return a result as (B, H, t, dim)."""
-        x = (x if x.dim() == 4 else _unflattened(x, 0, b)).transpose(1, 2)
+        x = (x if x.dim() == 4 else _unflatten(x, 0, b)).transpose(1, 2)
         return x if x.shape[3] == dim else x.narrow(3, 0, dim)
 
-    def unpacked_lse(self, lse: Tensor, b: int) -> Tensor:
-        return lse if lse.dim() == 3 else _unflattened(lse, 1, b).transpose(0, 1)
+    def unpack_lse(self, lse: Tensor, b: int) -> Tensor:
+        return lse if lse.dim() == 3 else _unflatten(lse, 1, b).transpose(0, 1)
 
 
-def _unflattened(x: Tensor, dim: int, b: int) -> Tensor:
+def _unflatten(x: Tensor, dim: int, b: int) -> Tensor:
     return x.unsqueeze(dim) if b == 1 else x.unflatten(dim, (b, -1))
 
 

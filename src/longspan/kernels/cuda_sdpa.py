@@ -39,7 +39,9 @@ class Efficient(PanelKernel):
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
         heads = q.shape[1]
-        out, lse_BHR = self.op(q, _spread(k, heads), _spread(v, heads), _expanded(bias, q), causal, scale)
+        out, lse_BHR = self.op(
+            q, _repeat_heads(k, heads), _repeat_heads(v, heads), _expand_bias(bias, q), causal, scale
+        )
         return out, lse_BHR.narrow(2, 0, q.shape[2])
 
     def run_backward(
@@ -49,9 +51,9 @@ class Efficient(PanelKernel):
         heads, groups, rows = q.shape[1], k.shape[1], q.shape[2]
         room = -rows % LSE_MULTIPLE
         lse_BHR = torch.nn.functional.pad(lse, (0, room), value=torch.inf).contiguous()
-        k, v, out = _spread(k, heads), _spread(v, heads), _rows_first(out.to(q.dtype))
-        dq, dk, dv = self.backward_op(dout.to(q.dtype), q, k, v, out, lse_BHR, _expanded(bias, q), causal, scale)
-        return dq, _gathered(dk, groups), _gathered(dv, groups)
+        k, v, out = _repeat_heads(k, heads), _repeat_heads(v, heads), _rows_first(out.to(q.dtype))
+        dq, dk, dv = self.backward_op(dout.to(q.dtype), q, k, v, out, lse_BHR, _expand_bias(bias, q), causal, scale)
+        return dq, _sum_repeated_heads(dk, groups), _sum_repeated_heads(dv, groups)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Cudnn(PanelKernel):
     ) -> tuple[Tensor, Tensor]:
         if k.shape[2] == 1:
             k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
-        out, lse_BHQ1 = self.op(q, k, v, _expanded(bias, q), causal, scale)
+        out, lse_BHQ1 = self.op(q, k, v, _expand_bias(bias, q), causal, scale)
         return out, lse_BHQ1.squeeze(3)
 
     def run_backward(
@@ -87,7 +89,7 @@ class Cudnn(PanelKernel):
         lse, dout, out, keys = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype)), k.shape[2]
         if keys == 1:
             k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
-        dq, dk, dv = self.backward_op(dout, q, k, v, out, lse, _expanded(bias, q), causal, scale)
+        dq, dk, dv = self.backward_op(dout, q, k, v, out, lse, _expand_bias(bias, q), causal, scale)
         return dq, dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
 
 
@@ -122,11 +124,11 @@ def _rows_first(x_BHQE: Tensor) -> Tensor:
     return x_BHQE.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _expanded(bias: Tensor | None, q: Tensor) -> Tensor | None:
+def _expand_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(q.shape[0], q.shape[1], *bias.shape)
 
 
-def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
+def _repeat_heads(x_BGKD: Tensor, heads: int) -> Tensor:
     """Copy each key/value head for every query head: the operator has no groups."""
     b, groups, rows, dim = x_BGKD.shape
     if groups == heads:
@@ -134,7 +136,7 @@ def _spread(x_BGKD: Tensor, heads: int) -> Tensor:
     return x_BGKD.unsqueeze(2).expand(b, groups, heads // groups, rows, dim).reshape(b, heads, rows, dim)
 
 
-def _gathered(dx_BHKD: Tensor, groups: int) -> Tensor:
+def _sum_repeated_heads(dx_BHKD: Tensor, groups: int) -> Tensor:
     """Sum the gradients of the copies, in float32."""
     if dx_BHKD.shape[1] == groups:
         return dx_BHKD

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from torch.nn.functional import pad
 
 from longspan import _torch
+from longspan.device_tables import keep_recent
 from longspan.errors import KernelError
 from longspan.kernels.contract import Group, TileWork, Upstream, gpu_refusal
 from longspan.layouts.layout import to_device
@@ -33,8 +34,7 @@ from longspan.masks import Mask, Predicate
 from longspan.masks.captures import ByIdentity
 from longspan.masks.functions import device_of
 from longspan.masks.mask_mods import predicate_mod
-from longspan.masks.tiles import KeySpans, key_spans, listed_first, most_spans, pairs_per_block, span_table
-from longspan.planning.kernel_memory import keep_recent
+from longspan.masks.tiles import KeySpans, key_spans, list_chosen_first, most_spans, pairs_per_block, span_table
 from longspan.scoring.pipeline import Scoring, TilePairs
 from longspan.scoring.traced import Program, key_of, program
 from longspan.spans import LIMIT
@@ -96,11 +96,11 @@ class Flex:
         # precision and without the output of rows from other ranks.
         nothing, dlse = dout.new_zeros(()).expand(dout.shape), (call.rows(upstream.delta_BHQ) * -LN2).contiguous()
         three = call.rows(work.q_BHQD), call.keys(work.k_BGKD), call.keys(work.v_BGKE)
-        buffers = *call.blocks.tensors, *call.score.marked(call.score_values), *call.mask_values
+        buffers = *call.blocks.tensors, *call.score.mark_differentiable(call.score_values), *call.mask_values
         with torch.no_grad():
             inputs = [*three, nothing, lse, dout, dlse, *buffers]
             dq, dk, dv, *rest = call.run_backward(inputs)
-        for number, gradient in call.score.captured(rest):
+        for number, gradient in call.score.captured_gradients(rest):
             assert work.pairs is not None
             totals = work.pairs.totals
             totals.add(number, None, gradient.view(totals.values[number].shape))
@@ -174,10 +174,10 @@ class _Call:
         return len(self.score_values), len(self.mask_values)
 
     def rows(self, x: Tensor, value: float = 0.0) -> Tensor:
-        return _filled(x, self.blocks.rows, value)
+        return _pad_rows(x, self.blocks.rows, value)
 
     def keys(self, x: Tensor) -> Tensor:
-        return _filled(x, self.blocks.cols, 0.0)
+        return _pad_rows(x, self.blocks.cols, 0.0)
 
 
 def bucket(size: int) -> int:
@@ -190,7 +190,7 @@ def bucket(size: int) -> int:
     return max(BLOCK, 1 << (size - 1).bit_length())
 
 
-def _filled(x: Tensor, size: int, value: float) -> Tensor:
+def _pad_rows(x: Tensor, size: int, value: float) -> Tensor:
     """Pad rows with a value up to a size, and make the result contiguous: kernels are compiled for strides, too."""
     more = size - x.shape[2]
     return (pad(x, (0, 0) * (x.ndim - 3) + (0, more), value=value) if more else x).contiguous()
@@ -203,10 +203,10 @@ def _positions(blocks: _Blocks, pairs: TilePairs | None, device: torch.device) -
     where = pairs.where
     first = (torch.full((), start, device=device) for start in (where.batch.start, where.heads.start))
     lines = ((where.q, blocks.rows), (where.kv, blocks.cols))
-    return *first, *(_on(device, np.pad(line, (0, size - len(line)), mode="edge")) for line, size in lines)
+    return *first, *(_array_to_device(device, np.pad(line, (0, size - len(line)), mode="edge")) for line, size in lines)
 
 
-def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
+def _array_to_device(device: torch.device, array: NDArray[Any]) -> Tensor:
     return to_device(torch.tensor(array), device)  # a copy: positions are kept elsewhere, too
 
 
@@ -224,15 +224,15 @@ _compiled: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
 def _run(key: tuple[object, ...], graph: Callable[[], GraphModule], inputs: list[Tensor]) -> Sequence[Any]:
     if inputs[0].device.type == "cpu":
         return graph()(*inputs)
-    key = compiled_for(key, inputs)
+    key = compile_key(key, inputs)
     if key not in _compiled:
         while len(_compiled) >= MAX_COMPILED:
             del _compiled[next(iter(_compiled))]
-        _compiled[key] = _torch.compiled(graph(), inputs)
+        _compiled[key] = _torch.compile_graph(graph(), inputs)
     return _compiled[key](*inputs)
 
 
-def compiled_for(key: tuple[object, ...], inputs: Sequence[Tensor]) -> tuple[object, ...]:
+def compile_key(key: tuple[object, ...], inputs: Sequence[Tensor]) -> tuple[object, ...]:
     """Return the key of compiled code: the graph's key, and shape, strides, dtype and device of all tensors."""
 
     def strides(x: Tensor) -> tuple[int, ...]:  # those of dims of size 1 do not matter
@@ -245,11 +245,11 @@ def _zeros(device: torch.device | str, num: int) -> tuple[Tensor, ...]:
     return tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(num))
 
 
-def _unchanged(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
+def _identity_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
     return score
 
 
-_UNCHANGED = Program(_unchanged, (torch.zeros(()), *_zeros("cpu", 4)), 0, ())
+_UNCHANGED = Program(_identity_score, (torch.zeros(()), *_zeros("cpu", 4)), 0, ())
 
 _scores: WeakKeyDictionary[Scoring, dict[tuple[torch.device, torch.dtype], Program]] = WeakKeyDictionary()
 """Traced programs: a scoring runs in every compute, forward and backward."""
@@ -274,7 +274,7 @@ def _score_program(scoring: Scoring, device: torch.device, dtype: torch.dtype) -
 # -- Masks as graphs ---------------------------------------------------------------------------------------------------
 
 
-def _seen(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
+def _in_spans(i: Tensor, j: Tensor, start: Tensor, stop: Tensor, depth: int) -> Tensor:
     """Return whether key j is in one of the `depth` spans of row i."""
     inside = j < 0
     for k in range(depth):
@@ -288,7 +288,7 @@ def _bands_program(depth: int) -> Program:
     """Return the program (b, h, local row, local key; tables of spans, and of spans that ask, which are empty)."""
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, *_: Tensor) -> Tensor:  # noqa: ARG001
-        return _seen(i, j, start, stop, depth)
+        return _in_spans(i, j, start, stop, depth)
 
     lines = tuple(torch.zeros(depth, dtype=torch.int32) for _ in range(4))
     return program(mask, _zeros("cpu", 4), lines)
@@ -305,9 +305,9 @@ def _asking_program(
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *rest: Tensor) -> Tensor:  # noqa: ARG001
         start, stop, ask_start, ask_stop, q, kv = rest
-        maybe = _seen(i, j, ask_start, ask_stop, depths[1])
+        maybe = _in_spans(i, j, ask_start, ask_stop, depths[1])
         zero = torch.full_like(i, 0)  # a predicate is for one batch row and head, or does not use them
-        return _seen(i, j, start, stop, depths[0]) | (maybe & decide(None, zero, zero, q[i], kv[j]))
+        return _in_spans(i, j, start, stop, depths[0]) | (maybe & decide(None, zero, zero, q[i], kv[j]))
 
     def arguments(device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         lines = [torch.zeros(depth, dtype=torch.int32, device=device) for depth in depths for _ in range(2)]
@@ -354,7 +354,7 @@ def _blocks_of(tiles: tuple[Tile, ...], shape: tuple[int, int], device: torch.de
     sure, maybe = (pairs_per_block(spans, rows, np.arange(cols), BLOCK) for spans in (plain, asking))
     full = sure == BLOCK * BLOCK
     fields: tuple[Any, ...] = BlockMask.from_kv_blocks(
-        *_listed(((sure > 0) | (maybe > 0)) & ~full), *_listed(full), BLOCK_SIZE=BLOCK
+        *_list_blocks(((sure > 0) | (maybe > 0)) & ~full), *_list_blocks(full), BLOCK_SIZE=BLOCK
     ).as_tuple()
     tables, depths = zip(*(_tables(spans, rows, device) for spans in (plain, asking)), strict=True)
     tensors = tuple(to_device(x, device) for x in fields[2:10])
@@ -379,10 +379,10 @@ def _tables(spans: KeySpans, num_rows: int, device: torch.device) -> tuple[tuple
     most = most_spans(spans)
     depth = 1 << (most - 1).bit_length() if most else 0
     start, stop = span_table(spans, max(depth, 1), num_rows).transpose(1, 2, 0).reshape(2, -1).astype(np.int32)
-    return (_on(device, start), _on(device, stop)), depth
+    return (_array_to_device(device, start), _array_to_device(device, stop)), depth
 
 
-def _listed(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
     """Return blocks for all batch rows and heads: (1, 1, rows) and (1, 1, rows, columns)."""
-    counts, order = listed_first(blocks[None, None])
+    counts, order = list_chosen_first(blocks[None, None])
     return torch.tensor(counts), torch.tensor(order)

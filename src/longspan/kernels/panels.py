@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.kernels.contract import Group, Kernel, TileWork, Upstream, finite, in_vectors, one_by_one
+from longspan.kernels.contract import Group, Kernel, TileWork, Upstream, finite, one_by_one, pad_last_dim
 from longspan.scoring.pipeline import TilePairs
 from longspan.tile import Features, Tile, as_dtype, cached
 from longspan.tile import accumulation_dtype as widened
@@ -195,7 +195,7 @@ class _Biases:
     def _answers(self, piece: Tile) -> Tensor:
         assert self._pairs is not None
         bias = additive(piece.rows, piece.cols, piece.lo, piece.hi, like=self._like)
-        bias.masked_fill_(~self._pairs.allowed(piece), -torch.inf)
+        bias.masked_fill_(~self._pairs.allowed_pairs(piece), -torch.inf)
         blind = bias.isneginf().all(1, keepdim=True)
         # Asking a device whether there are any would make the host wait for it.
         self.blind = blind if blind.device.type != "cpu" or bool(blind.any()) else None
@@ -264,7 +264,7 @@ class PanelKernel(ABC):
                     part = part.masked_fill(biases.blind, 0.0)
                     part_lse = part_lse.masked_fill(biases.blind[:, 0], -torch.inf)
                 if lse is None or out is None:
-                    if piece.rows == tile.rows:
+                    if piece.q0 == tile.q0 and piece.q1 == tile.q1:
                         out, lse = part, part_lse
                         continue
                     b, h = part.shape[:2]
@@ -323,11 +323,11 @@ def _pieces(tiles: Sequence[Tile]) -> list[tuple[Tile, tuple[Tile, ...]]]:
 
 
 def _operand(x: Tensor, start: int, stop: int, width: int, multiple: int) -> Tensor:
-    """Return rows of a tensor, with last dims padded to `width`, as operators can read them (see `in_vectors`)."""
+    """Return rows of a tensor, with last dims padded to `width`, as operators can read them (see `pad_last_dim`)."""
     rows = x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
     if multiple == 1 and rows.shape[3] == width and rows.stride(3) == 1:
         return rows
-    return in_vectors(rows, width, multiple)
+    return pad_last_dim(rows, width, multiple)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -68,7 +68,7 @@ class Reference:
                 lse, delta = (
                     x[at].to(wide).unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse_BHQ, upstream.delta_BHQ)
                 )
-                dout = _grouped(upstream.dout_BHQE[at], groups)
+                dout = _group_queries(upstream.dout_BHQE[at], groups)
                 keys = slice(heads.start // group, heads.stop // group)
                 for block, dq_part, dk_part, dv_part in _gradients(panel, dout, lse, delta):
                     cols = slice(block.k0 - tile.k0, block.k1 - tile.k0)
@@ -114,7 +114,7 @@ class _Panel:
     @property
     def q(self) -> Tensor:
         """The rows' queries, grouped by key/value head."""
-        return _grouped(self.q_BHQD[:, :, self.rows.q0 : self.rows.q1], self.k_BGKD.shape[1])
+        return _group_queries(self.q_BHQD[:, :, self.rows.q0 : self.rows.q1], self.k_BGKD.shape[1])
 
     def with_all_rows(self, block: Tile) -> Tile:
         return replace(block, q0=self.rows.q0, q1=self.rows.q1)
@@ -149,9 +149,9 @@ def _gradients(
         if not panel.careful:
             yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
             continue
-        apart = _apart(ds, block, panel)
-        back = None if apart is None else apart.mT
-        dq = _product(_hide(ds, apart, 0.0), k, apart)
+        hidden = _hidden_pairs(ds, block, panel)
+        back = None if hidden is None else hidden.mT
+        dq = _product(_hide(ds, hidden, 0.0), k, hidden)
         yield block, dq.flatten(1, 2), _product(ds.mT, q, back).sum(2), _product(used.mT, dout, back).sum(2)
 
 
@@ -160,21 +160,21 @@ def _has_nonfinite(*tensors: Tensor) -> bool:
     return tensors[0].device.type == "cpu" and not all(map(finite, tensors))
 
 
-def _product(weights: Tensor, x: Tensor, apart: Tensor | None) -> Tensor:
-    """Return weights @ x without hidden pairs (`apart`), whose weights are 0, even if x is not finite.
+def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return weights @ x without hidden pairs (`hidden`), whose weights are 0, even if x is not finite.
 
     >>> _product(torch.tensor([[0.0, 2.0]]), torch.tensor([[torch.nan], [3.0]]), torch.tensor([[True, False]]))
     tensor([[6.]])
     """
     product = weights @ x.nan_to_num(0.0, 0.0, 0.0)
-    meet = x.new_ones(weights.shape[-2:]) if apart is None else (~apart).to(x.dtype)
+    meet = x.new_ones(weights.shape[-2:]) if hidden is None else (~hidden).to(x.dtype)
     up, down = (meet @ (x == value).to(x.dtype) > 0 for value in (torch.inf, -torch.inf))
     neither = (meet @ x.isnan().to(x.dtype) > 0) | (up & down)
     product = torch.where(up, torch.inf, torch.where(down, -torch.inf, product))
     return torch.where(neither, torch.nan, product)
 
 
-def _grouped(x_BHbD: Tensor, groups: int) -> Tensor:
+def _group_queries(x_BHbD: Tensor, groups: int) -> Tensor:
     """Return queries grouped by key/value head, (B, G, R, b, D), widened.
 
     Contiguous, as keys are: otherwise the matmul that runs, and its rounding, would depend on the memory layout.
@@ -191,57 +191,57 @@ def _score_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q @ k from the scaled scores, and the probabilities by which values were weighted."""
     pairs, scale = panel.pairs, panel.scale
-    apart = _apart(raw, block, panel)
+    hidden = _hidden_pairs(raw, block, panel)
     if pairs is None or not pairs.features.score_function:
-        p = _exp(_hide(raw.sub_(lse), apart, -torch.inf))
+        p = _exp(_hide(raw.sub_(lse), hidden, -torch.inf))
         return dp.sub_(delta).mul_(p).mul_(scale), p
     whole = panel.with_all_rows(block)
-    raw = _hide(raw, apart, 0.0)  # hidden scores may not be finite
+    raw = _hide(raw, hidden, 0.0)  # hidden scores may not be finite
     scores, pull = pairs.pull(raw.flatten(1, 2), whole)
-    p = _exp(_hide(scores.detach().unflatten(1, raw.shape[1:3]) - lse, apart, -torch.inf))
+    p = _exp(_hide(scores.detach().unflatten(1, raw.shape[1:3]) - lse, hidden, -torch.inf))
     factor = pairs.factor(whole, p.dtype)
     used = p
     if factor is not None:
         factor = factor.view_as(p)
         dp, used = dp * factor, p * factor
-    ds = pull(_hide(dp.sub_(delta).mul_(p), apart, 0.0).flatten(1, 2)).view_as(p) * scale
-    return _hide(ds, apart, 0.0), used  # a function may have no derivative at hidden pairs
+    ds = pull(_hide(dp.sub_(delta).mul_(p), hidden, 0.0).flatten(1, 2)).view_as(p) * scale
+    return _hide(ds, hidden, 0.0), used  # a function may have no derivative at hidden pairs
 
 
-def _hide(x: Tensor, apart: Tensor | None, value: float) -> Tensor:
+def _hide(x: Tensor, hidden: Tensor | None, value: float) -> Tensor:
     """Write a value to hidden pairs, in place."""
-    return x if apart is None else x.masked_fill_(apart, value)
+    return x if hidden is None else x.masked_fill_(hidden, value)
 
 
-def _apart(scores: Tensor, block: Tile, panel: _Panel) -> Tensor | None:
+def _hidden_pairs(scores: Tensor, block: Tile, panel: _Panel) -> Tensor | None:
     """Return which pairs of a panel's rows with one block of keys are hidden; None if none are."""
     rows, first = scores.shape[-2], block.q0 - panel.rows.q0
-    apart = None
+    hidden = None
     if block.rows != rows or block.lo is not None or block.hi is not None:
-        apart = _outside(rows, first, block.rows, block.cols, block.lo, block.hi, scores.device)
+        hidden = _outside_band(rows, first, block.rows, block.cols, block.lo, block.hi, scores.device)
     if block.asks:
         assert panel.pairs is not None
-        hidden = ~panel.pairs.allowed(block)
-        if apart is None:
-            return hidden
-        apart = apart.clone()
-        apart[first : first + block.rows] |= hidden
-    return apart
+        forbidden = ~panel.pairs.allowed_pairs(block)
+        if hidden is None:
+            return forbidden
+        hidden = hidden.clone()
+        hidden[first : first + block.rows] |= forbidden
+    return hidden
 
 
 @lru_cache(maxsize=32)
-def _outside(
+def _outside_band(
     rows: int, first: int, num: int, cols: int, lo: int | None, hi: int | None, device: torch.device
 ) -> Tensor:
     """Return (rows, cols) pairs outside a band over some of the rows. Cached: a long mask has a dozen shapes."""
     i = torch.arange(-first, rows - first, device=device)[:, None]
     j = torch.arange(cols, device=device)
-    apart = ((i < 0) | (i >= num)).expand(rows, cols)
+    outside = ((i < 0) | (i >= num)).expand(rows, cols)
     if lo is not None:
-        apart = apart | (i - j < lo)
+        outside = outside | (i - j < lo)
     if hi is not None:
-        apart = apart | (i - j > hi)
-    return apart
+        outside = outside | (i - j > hi)
+    return outside
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -255,12 +255,12 @@ def _exp(x: Tensor) -> Tensor:
 def _scores(panel: _Panel, q: Tensor, block: Tile) -> Tensor:
     """Return scores of a panel's rows with one block of keys after all functions, -inf for hidden pairs."""
     scores = (q @ _keys(panel.k_BGKD, block).mT).mul_(panel.scale)
-    apart = _apart(scores, block, panel)
+    hidden = _hidden_pairs(scores, block, panel)
     if panel.pairs is not None and panel.pairs.features.score_function:
         changed = panel.pairs.change(scores.flatten(1, 2), panel.with_all_rows(block))
         changed = changed.unflatten(1, scores.shape[1:3])
-        return changed if apart is None else changed.masked_fill(apart, -torch.inf)  # it may be a tensor of the user
-    return scores if apart is None else scores.masked_fill_(apart, -torch.inf)
+        return changed if hidden is None else changed.masked_fill(hidden, -torch.inf)  # it may be a tensor of the user
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 
 def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
         factor = None if pairs is None else pairs.factor(panel.with_all_rows(block), p.dtype)
         p = p if factor is None else p.mul_(factor.view_as(p))
         v = _keys(panel.v_BGKE, block)
-        acc = acc * shrink + (_product(p, v, _apart(p, block, panel)) if panel.careful else p @ v)
+        acc = acc * shrink + (_product(p, v, _hidden_pairs(p, block, panel)) if panel.careful else p @ v)
         top = new_top
     out = acc / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 where nothing was seen
     return out.flatten(1, 2), (top + total.log()).squeeze(-1).flatten(1, 2)

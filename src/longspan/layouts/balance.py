@@ -537,12 +537,12 @@ class Dealer(Pool):
         x = largest(work, low, high, self.need, (least, work(high)), 10 * self.near)  # the rounded fold is exact
         rows = head(x)
         if rows + x < size:
-            cut = self._rounded(piece, tokens - x - rows, rows)
+            cut = self._fold_whole_pieces(piece, tokens - x - rows, rows)
             if cut is not None:
                 return cut
         return Cut(stop - x - self.base[piece], piece, start + rows, stop - x, self.light.pieces)
 
-    def _rounded(self, piece: int, light_tokens: int, rows: int) -> Cut | None:
+    def _fold_whole_pieces(self, piece: int, light_tokens: int, rows: int) -> Cut | None:
         """Return the fold with whole light pieces only: the piece's first rows make up the difference."""
         run = self.light
         k = bisect_right(run.tokens, light_tokens) - 1
@@ -640,7 +640,7 @@ class View:
         weights = np.repeat(np.array(count, dtype=np.int64), [len(region) for region in regions])
         return View(np.concatenate(regions), weights)
 
-    def mirrored(self, seq_len: int) -> View:
+    def mirror(self, seq_len: int) -> View:
         """Return the same pairs with positions counted from the end."""
         q0, q1, k0, k1, lo, hi = self.bands.T
         turned = (seq_len - q1, seq_len - q0, seq_len - k1, seq_len - k0, -hi, -lo)
@@ -671,13 +671,15 @@ def balanced(
     length = masks[0].length(known[0] if seq_len is None and known else seq_len)
     for mask in masks[1:]:
         mask.length(length)  # raises if it has another
-    check_sizes(length, world_size, "balanced")
+    length, world_size = check_sizes(length, world_size, "balanced")
     span_keys = check_int(span_keys, "span_keys", "balanced()", LayoutError)
-    return solved(masks, length, world_size, equal_tokens, span_keys)
+    return solve_cached(masks, length, world_size, equal_tokens, span_keys)
 
 
 @lru_cache(maxsize=32)
-def solved(masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool, span_keys: int = 0) -> Layout:
+def solve_cached(
+    masks: tuple[Mask, ...], length: int, world_size: int, equal_tokens: bool, span_keys: int = 0
+) -> Layout:
     """Return the layout of `balanced` for checked arguments; results are cached by mask."""
     rows = solve([View.of(mask, length) for mask in masks], length, world_size, equal_tokens, span_keys)
     slots = -(-length // world_size) if equal_tokens else None
@@ -693,10 +695,10 @@ def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool =
     if problem.rises():
         rows = _best(problem)
     else:  # dealing wants heavy rows last
-        mirrored = [view.mirrored(seq_len) for view in views]
+        mirrored = [view.mirror(seq_len) for view in views]
         rows = _best(_Problem.of(mirrored, seq_len, world_size, equal_tokens, span_keys))
         rows[:, :2] = seq_len - rows[:, 1::-1]
-    rows[:, 2] = problem.renumbered(rows)[rows[:, 2]]
+    rows[:, 2] = problem.renumber(rows)[rows[:, 2]]
     return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
 
 
@@ -765,7 +767,7 @@ class _Problem:
             remote += int(remote_rows(view.bands, by_position, self.world_size, self.seq_len).sum())
         return max(0.0, worst - BALANCED), remote
 
-    def renumbered(self, rows: Ints) -> Ints:
+    def renumber(self, rows: Ints) -> Ints:
         """Return new rank numbers by position, with ranks that share a long segment next to each other."""
         rows = rows[np.lexsort((self.profiles[0].of_spans(rows[:, :2]), rows[:, 2]))]
         last = np.concatenate((rows[1:, 2] != rows[:-1, 2], [True]))
@@ -806,12 +808,12 @@ def _deal(problem: _Problem, strata: list[Ints], whole_first: int) -> Ints:
         shares = [(start, stop, share) for share, taken in enumerate(dealer.deal()) for start, stop in taken]
         rows = np.array(shares, dtype=np.int64).reshape(-1, 3)
         if dealt:
-            rows[:, 2] = _matched(problem, np.concatenate(dealt), rows, quota)[rows[:, 2]]
+            rows[:, 2] = _match_shares(problem, np.concatenate(dealt), rows, quota)[rows[:, 2]]
         dealt.append(rows)
     return np.concatenate(dealt)
 
 
-def _matched(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:
+def _match_shares(problem: _Problem, held: Ints, shares: Ints, quota: Ints) -> Ints:
     """Return the rank for each share: the share with most work under the other masks goes to the rank with least."""
     load, extra = np.zeros(problem.world_size), np.zeros(problem.world_size)
     for profile in problem.profiles[1:]:

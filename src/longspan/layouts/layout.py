@@ -27,8 +27,8 @@ from longspan.spans import (
     Span,
     as_spans,
     check_int,
-    checked_text,
-    parsed_number,
+    check_text,
+    parse_number,
     run_table,
     truncated_repr,
 )
@@ -58,16 +58,16 @@ def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
     >>> class Tensor: pass
     >>> x = Tensor()
     >>> remember(x, zigzag(8, 2), 0)
-    >>> carried(x).layout
+    >>> carried_layout_of(x).layout
     <layout zigzag, 8 tokens on 2 ranks>
-    >>> carried(Tensor()) is None
+    >>> carried_layout_of(Tensor()) is None
     True
     """
     key = id(x)
     _known[key] = ref(x, lambda _: _known.pop(key, None)), Carried(layout, dim, version)
 
 
-def carried(x: Any) -> Carried | None:
+def carried_layout_of(x: Any) -> Carried | None:
     """Return how a tensor was cut, or None if that is not known."""
     entry = _known.get(id(x))
     return entry[1] if entry is not None and entry[0]() is x else None
@@ -144,8 +144,8 @@ class Layout:
         """
         rows: list[tuple[int, int, int]] = []
         rank = -1
-        for rank, spans in enumerate(_listed(rank_spans, f"layout {name}")):
-            for span in _listed(spans, f"rank {rank} of layout {name}"):
+        for rank, spans in enumerate(_to_list(rank_spans, f"layout {name}")):
+            for span in _to_list(spans, f"rank {rank} of layout {name}"):
                 start, stop = (span.start, span.stop) if isinstance(span, Span) else _ends(span, rank, name)
                 if stop > start:
                     rows.append((start, stop, rank))
@@ -154,7 +154,7 @@ class Layout:
     @staticmethod
     def from_table(seq_len: int, world_size: int, table: Ints, name: str, local_len: int | None = None) -> Layout:
         """Return the layout of (start, stop, rank) rows in any rank order; neighbours on one rank become one span."""
-        check_sizes(seq_len, world_size, name)
+        seq_len, world_size = check_sizes(seq_len, world_size, name)
         if local_len is not None:
             local_len = check_int(local_len, "local_len", f"layout {name}", LayoutError)
         if len(table) and (int(table[:, 2].min()) < 0 or int(table[:, 2].max()) >= world_size):
@@ -270,12 +270,6 @@ class Layout:
             remember(part, self, dim % part.ndim)  # a plan over another layout raises for it
         return part
 
-    def unshard_index(self) -> Ints:
-        """Return the index of each position in the concatenated shards of all ranks (with padding)."""
-        rank, slot = self.locate(np.arange(self.seq_len, dtype=np.int64))
-        slots = self.num_tokens if self.local_len is None else np.full(self.world_size, self.local_len, dtype=np.int64)
-        return (np.cumsum(slots) - slots)[rank] + slot
-
     def unshard(self, shards: Sequence[X], dim: int = 0) -> X:
         """Return the whole array or tensor from every rank's shard; padding is dropped.
 
@@ -287,7 +281,9 @@ class Layout:
             raise LayoutError(f"unshard needs the shards of all {self.world_size} ranks, but got {len(shards)}.")
         for rank, shard in enumerate(shards):
             self._check_size(shard, dim, self.num_slots(rank), f"the shard of rank {rank}")
-        return _take(_concatenate(shards, dim), self.unshard_index(), dim, 0, 0)
+        rank, slot = self.locate(np.arange(self.seq_len, dtype=np.int64))
+        slots = np.array([self.num_slots(rank) for rank in range(self.world_size)], dtype=np.int64)
+        return _take(_concatenate(shards, dim), (np.cumsum(slots) - slots)[rank] + slot, dim, 0, 0)
 
     # -- Checks and identity -------------------------------------------------------------------------------------------
 
@@ -322,7 +318,7 @@ class Layout:
         >>> Layout.parse(zigzag(8, 2).text()) == zigzag(8, 2)
         True
         """
-        head, *lines = checked_text(text, "a layout", LayoutError).strip("\n").split("\n")
+        head, *lines = check_text(text, "a layout", LayoutError).strip("\n").split("\n")
         form = "a layout text begins 'layout NAME seq_len=N world_size=N'"
         words = head.split(" ")
         fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
@@ -330,7 +326,7 @@ class Layout:
         has_fields = needed <= fields.keys() <= needed | {"local_len"} and len(words) == len(fields) + 2
         if words[0] != "layout" or not has_fields:
             raise LayoutError(f"{form}, but got {truncated_repr(head)}.")
-        counts = {name: parsed_number(value, form, head, LayoutError) for name, value in fields.items()}
+        counts = {name: parse_number(value, form, head, LayoutError) for name, value in fields.items()}
         if len(lines) != counts["world_size"]:
             raise LayoutError(f"the text is for {counts['world_size']} ranks, but has lines for {len(lines)}.")
         spans: list[list[Span]] = []
@@ -360,7 +356,7 @@ class Layout:
         return f"<layout {self.name}, {self.seq_len} tokens on {self.world_size} ranks>"
 
 
-def _listed(spans: Any, where: str) -> Sequence[Any]:
+def _to_list(spans: Any, where: str) -> Sequence[Any]:
     if not isinstance(spans, Iterable) or isinstance(spans, str | bytes):
         raise LayoutError(
             f"{where}: spans must be a list, but got {truncated_repr(spans)}. Pass a list of spans for every rank, as"
@@ -372,7 +368,7 @@ def _listed(spans: Any, where: str) -> Sequence[Any]:
 def _ends(span: Any, rank: int, name: str) -> tuple[int, int]:
     """Return start and stop of a user's span, or raise."""
     where = f"rank {rank} of layout {name}"
-    ends = _listed(span, where)
+    ends = _to_list(span, where)
     if len(ends) == 2:
         start, stop = (check_int(end, "an end of a span", where, LayoutError) for end in ends)
         if start <= stop:
@@ -387,10 +383,10 @@ def check_masks(masks: Sequence[object], where: str) -> None:
             raise LayoutError(f"{where} takes masks, but got {type(mask).__name__}. {advice(mask)}")
 
 
-def check_sizes(seq_len: int, world_size: int, name: str) -> None:
-    """Raise if seq_len or world_size is invalid."""
-    check_int(seq_len, "seq_len", f"layout {name}", LayoutError)
-    check_int(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
+def check_sizes(seq_len: int, world_size: int, name: str) -> tuple[int, int]:
+    """Return seq_len and world_size as ints, or raise if one is invalid."""
+    size = check_int(world_size, "world_size", f"layout {name}", LayoutError, low=1, high=MAX_RANKS)
+    return check_int(seq_len, "seq_len", f"layout {name}", LayoutError), size
 
 
 # -- Operations that numpy and torch name differently ------------------------------------------------------------------
@@ -444,8 +440,7 @@ def _take(x: Any, index: Ints, dim: int, padding: int, fill: float) -> Any:
         return part
     shape = list(part.shape)
     shape[dim] = padding
-    is_torch = _is_torch(part)
-    filler = part.new_full(shape, fill) if is_torch else np.full(shape, fill, dtype=part.dtype)
+    filler = part.new_full(shape, fill) if _is_torch(part) else np.full(shape, fill, dtype=part.dtype)
     return _concatenate([part, filler], dim)
 
 

@@ -28,7 +28,7 @@ def contiguous(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> 
     >>> contiguous(7, 2).spans(1)
     (3:7,)
     """
-    check_sizes(seq_len, world_size, "contiguous")
+    seq_len, world_size = check_sizes(seq_len, world_size, "contiguous")
     slots = slots_for(seq_len, world_size, equal_tokens)
     if slots is not None:  # full ranks first, so that the padding is one stretch at the end
         return _stretches(seq_len, world_size, slots, "contiguous", slots)
@@ -51,7 +51,7 @@ def like_dtensor(seq_len: int, world_size: int) -> Layout:
     >>> like_dtensor(7, 2).spans(0), like_dtensor(5, 4).num_tokens.tolist()
     ((0:4,), [2, 2, 1, 0])
     """
-    check_sizes(seq_len, world_size, "like_dtensor")
+    seq_len, world_size = check_sizes(seq_len, world_size, "like_dtensor")
     return _stretches(seq_len, world_size, -(-seq_len // world_size), "like_dtensor", None)
 
 
@@ -61,11 +61,11 @@ def zigzag(seq_len: int, world_size: int, *, equal_tokens: bool = False) -> Layo
     >>> zigzag(8, 2).positions(0).tolist()
     [0, 1, 6, 7]
     """
-    check_sizes(seq_len, world_size, "zigzag")
+    seq_len, world_size = check_sizes(seq_len, world_size, "zigzag")
     slots = slots_for(seq_len, world_size, equal_tokens)
     rows = _fold(np.array([0, seq_len], dtype=np.int64), world_size)
     if slots is not None:
-        rows = _levelled(rows, world_size, slots)
+        rows = _level(rows, world_size, slots)
     return Layout.from_table(seq_len, world_size, rows, "zigzag", slots)
 
 
@@ -85,7 +85,7 @@ def _fold(edges: Ints, world_size: int) -> Ints:
     return np.stack((begin.ravel(), end.ravel(), rank.ravel()), axis=1)
 
 
-def _levelled(rows: Ints, world_size: int, slots: int) -> Ints:
+def _level(rows: Ints, world_size: int, slots: int) -> Ints:
     """Move tokens from ranks that hold more than `slots` to ranks with room, cutting them off span ends."""
     sizes = np.bincount(rows[:, 2], weights=(rows[:, 1] - rows[:, 0]).astype(np.float64), minlength=world_size)
     excess = sizes.astype(np.int64) - slots
@@ -110,7 +110,7 @@ def striped(seq_len: int, world_size: int, *, stripe: int = 1) -> Layout:
     >>> striped(8, 2).positions(1).tolist()
     [1, 3, 5, 7]
     """
-    check_sizes(seq_len, world_size, "striped")
+    seq_len, world_size = check_sizes(seq_len, world_size, "striped")
     stripe = check_int(stripe, "stripe", "striped()", LayoutError, low=1)
     starts = np.arange(0, seq_len, stripe, dtype=np.int64)
     stops = np.minimum(starts + stripe, seq_len)
@@ -125,13 +125,12 @@ def per_document(lengths: ArrayLike, world_size: int, *, equal_tokens: bool = Fa
     (0:2, 6:8, 9:11)
     """
     edges = document_edges(lengths)
-    seq_len = int(edges[-1])
-    check_sizes(seq_len, world_size, "per_document")
+    seq_len, world_size = check_sizes(int(edges[-1]), world_size, "per_document")
     slots = slots_for(seq_len, world_size, equal_tokens)
     rows = _fold(edges, world_size)
     rows = rows[rows[:, 1] > rows[:, 0]]
     if slots is not None:
-        rows = _levelled(rows, world_size, slots)
+        rows = _level(rows, world_size, slots)
     return Layout.from_table(seq_len, world_size, rows, "per_document", slots)
 
 
@@ -143,7 +142,7 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
     """
     check_masks((mask,), "round_robin_by_work()")
     length = mask.length(seq_len)
-    check_sizes(length, world_size, "round_robin_by_work")
+    length, world_size = check_sizes(length, world_size, "round_robin_by_work")
     block = check_int(block, "block", "round_robin_by_work()", LayoutError, low=1)
     starts = np.arange(0, length, block, dtype=np.int64)
     stops = np.minimum(starts + block, length)

@@ -60,11 +60,11 @@ def whole_documents(lengths: ArrayLike, *, world_size: int, ranks_per_node: int 
     ['0: 0:8', '1: 8:16']
     """
     edges = document_edges(lengths)
-    check_sizes(int(edges[-1]), world_size, "whole_documents")
+    seq_len, world_size = check_sizes(int(edges[-1]), world_size, "whole_documents")
     node = check_int(ranks_per_node, "ranks_per_node", "whole_documents()", LayoutError, low=1)
     table = _Placement(edges, world_size, node, causal).rows()
     table = table[np.lexsort((table[:, 0], table[:, 2]))]
-    return Layout.from_table(int(edges[-1]), world_size, table, "whole_documents")
+    return Layout.from_table(seq_len, world_size, table, "whole_documents")
 
 
 class _Placement:
@@ -84,7 +84,7 @@ class _Placement:
         """Return (start, stop, rank) rows."""
         first, parts = 0, list[_Part]()
         for size, documents in self.groups():
-            parts.extend(self.halved(_Part(first, size, documents), HALF_TOLERANCE))
+            parts.extend(self.halves(_Part(first, size, documents), HALF_TOLERANCE))
             first += size
         deals = [self.deal(part, (FOLDED,)) for part in parts]
         # The ranks that receive most determine the time, so that only their groups are dealt in more ways.
@@ -141,7 +141,7 @@ class _Placement:
         last = np.array([rest] if rest else [], dtype=np.int64)
         return np.concatenate((nodes.astype(np.int64) * node, single, last))
 
-    def halved(self, part: _Part, allowed: tuple[float, float]) -> Iterator[_Part]:
+    def halves(self, part: _Part, allowed: tuple[float, float]) -> Iterator[_Part]:
         """Yield the halves of a group, halved again, if its documents divide evenly; otherwise the group."""
         documents, half = part.documents, part.size // 2
         is_small = part.size % 2 == 0 and part.size <= self.node and len(documents) > 0
@@ -152,7 +152,7 @@ class _Placement:
             if error <= 1:
                 left = allowed[0] - error * now[0], allowed[1] - error * now[1]
                 for i in range(2):
-                    yield from self.halved(_Part(part.first + i * half, half, documents[number == i]), left)
+                    yield from self.halves(_Part(part.first + i * half, half, documents[number == i]), left)
                 return
         yield part
 
@@ -365,9 +365,9 @@ def _improve(n: Floats, w: Floats, group: Ints, lack: Floats, limit: Floats) -> 
         a = int(error.argmax())
         if error[a] <= 1 or error[a] > HOPELESS:
             break
-        alike = lack[0, a] * lack[0] + lack[1, a] * lack[1]
-        alike[a] = np.inf
-        near = np.argsort(alike, kind="stable")[: min(NEIGHBOURS, num - 1)]
+        overlap = lack[0, a] * lack[0] + lack[1, a] * lack[1]
+        overlap[a] = np.inf
+        near = np.argsort(overlap, kind="stable")[: min(NEIGHBOURS, num - 1)]
         is_near = np.zeros(num, dtype=np.bool_)
         is_near[near] = True
         mine, theirs = np.flatnonzero(group == a), np.flatnonzero(is_near[group])

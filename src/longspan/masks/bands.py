@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import MaskError
-from longspan.spans import LIMIT, Ints, Span, check_int, join, parsed_number, run_table, steps_within, truncated_repr
+from longspan.spans import LIMIT, Ints, Span, check_int, join, parse_number, run_table, steps_within, truncated_repr
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 Bools = NDArray[np.bool_]
@@ -55,7 +55,7 @@ class Band:
         def parse_bound(bound: str) -> int | None:
             digits = bound.removeprefix("-")
             form = "a band is written Q x KV / LO..HI without blanks, as in 0:4x0:9/-2..3"
-            return parsed_number(digits, form, text, MaskError) * (1 if digits == bound else -1) if bound else None
+            return parse_number(digits, form, text, MaskError) * (1 if digits == bound else -1) if bound else None
 
         return Band(Span.parse(q), Span.parse(kv), parse_bound(lo), parse_bound(hi))
 
@@ -108,7 +108,7 @@ def as_bands(rows: Ints) -> tuple[Band, ...]:
     )
 
 
-def occupied(rows: Ints) -> Ints:
+def drop_empty(rows: Ints) -> Ints:
     """Return the rows that allow a pair: both spans are non-empty and some difference q - kv is within the bounds."""
     low = np.maximum(rows[:, LO], rows[:, Q0] - rows[:, K1] + 1)
     high = np.minimum(rows[:, HI], rows[:, Q1] - 1 - rows[:, K0])
@@ -117,7 +117,7 @@ def occupied(rows: Ints) -> Ints:
 
 def tighten(rows: Ints) -> Ints:
     """Return the same pairs with spans shrunk to the queries and keys that occur in them."""
-    rows = occupied(rows).copy()
+    rows = drop_empty(rows).copy()
     for _ in range(2):  # shrinking one side may shrink the other once more
         rows[:, K0] = np.maximum(rows[:, K0], rows[:, Q0] - rows[:, HI])
         rows[:, K1] = np.minimum(rows[:, K1], rows[:, Q1] - rows[:, LO])
@@ -190,7 +190,7 @@ def intersect(a: Ints, b: Ints) -> Ints:
     a, b = a[i], b[j]
     meet = np.maximum(a, b)
     meet[:, [Q1, K1, HI]] = np.minimum(a, b)[:, [Q1, K1, HI]]
-    return occupied(meet)
+    return drop_empty(meet)
 
 
 def slabs_of(*sets: Ints) -> Ints:
@@ -226,7 +226,7 @@ def subtract(a: Ints, b: Ints) -> Ints:
         done.append(pieces[~more])
         pieces, slab = pieces[more], slab[more]
         pieces, slab = _minus(pieces, slab, b[b_band[first[slab] + k]])
-    return coalesce(occupied(np.concatenate((*done, pieces))))  # a cut can leave a slab with rows but no pair
+    return coalesce(drop_empty(np.concatenate((*done, pieces))))  # a cut can leave a slab with rows but no pair
 
 
 def _minus(pieces: Ints, slab: Ints, band: Ints) -> tuple[Ints, Ints]:

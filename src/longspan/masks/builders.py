@@ -28,7 +28,9 @@ def per_head(*masks: Mask) -> Mask:
     num_rows = max(mask.num_rows for mask in masks)
     if any(mask.num_rows not in (1, num_rows) for mask in masks):
         raise MaskError("per_head() got masks with different numbers of batch rows. Give all the same number.")
-    return _joined("per_head", masks, length, [[mask.plane(row, 0) for mask in masks] for row in range(num_rows)])
+    return _share_equal_planes(
+        "per_head", masks, length, [[mask.plane(row, 0) for mask in masks] for row in range(num_rows)]
+    )
 
 
 @run_eagerly
@@ -45,7 +47,9 @@ def per_row(*masks: Mask) -> Mask:
     num_heads = max(mask.num_heads for mask in masks)
     if any(mask.num_heads not in (1, num_heads) for mask in masks):
         raise MaskError("per_row() got masks with different numbers of heads. Give all the same number.")
-    return _joined("per_row", masks, length, [[mask.plane(0, head) for head in range(num_heads)] for mask in masks])
+    return _share_equal_planes(
+        "per_row", masks, length, [[mask.plane(0, head) for head in range(num_heads)] for mask in masks]
+    )
 
 
 def _with_common_length(name: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask, ...], int | None]:
@@ -69,7 +73,7 @@ def _with_common_length(name: str, masks: tuple[Mask, ...]) -> tuple[tuple[Mask,
     return masks if length is None else tuple(mask.resized(length) for mask in masks), length
 
 
-def _joined(name: str, masks: tuple[Mask, ...], length: int | None, grid: list[list[Plane]]) -> Mask:
+def _share_equal_planes(name: str, masks: tuple[Mask, ...], length: int | None, grid: list[list[Plane]]) -> Mask:
     """Return a mask in which equal planes are one object, so that later stages see which heads and rows agree."""
     unique: dict[Plane, Plane] = {}
     shared = tuple(tuple(unique.setdefault(plane, plane) for plane in row) for row in grid)

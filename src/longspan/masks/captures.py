@@ -92,11 +92,6 @@ def same(old: Any, new: Any) -> bool:
     return bool(old == new) or (old != old and new != new)  # nan
 
 
-def same_tensors(then: tuple[TensorVersion, ...], now: tuple[TensorVersion, ...]) -> bool:
-    """Return whether these are the same tensors, unchanged."""
-    return same(then, now)
-
-
 def _describe_change(old: Any, new: Any) -> str:
     """
     >>> _describe_change(("lt", (0, 3)), ("lt", (0, 4)))
@@ -271,7 +266,7 @@ def values_of(function: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     seen: set[tuple[int, int]] = set()
 
-    def visit(value: Any, path: str, names: frozenset[str], depth: int = 0) -> None:
+    def visit(value: Any, path: str, names: frozenset[str], depth: int) -> None:
         if isinstance(value, _PLAIN):
             values[path] = value
         elif isinstance(value, torch.Tensor):
@@ -294,9 +289,13 @@ def values_of(function: Any) -> dict[str, Any]:
         elif isinstance(value, FunctionType):
             if not _is_library(value.__module__):
                 values[f"{path}()"] = _identity(value.__code__)
-                names = _names_of(value)
-                for name, item in _variables(value, names):
-                    yield item, name, names
+                code, cells, names = value.__code__, value.__closure__ or (), _names_of(value)
+                variables = {name: value.__globals__[name] for name in sorted(names & value.__globals__.keys())}
+                variables |= {f"default {i}": item for i, item in enumerate(value.__defaults__ or ())}
+                variables |= value.__kwdefaults__ or {}
+                bound = zip(code.co_freevars, cells, strict=True)
+                variables |= {name: cell.cell_contents for name, cell in bound if cell != CellType()}  # () is unbound
+                yield from ((item, name, names) for name, item in variables.items())
         elif isinstance(value, list | tuple | set | frozenset):
             items = list(cast("list[Any]", value))
             if all(isinstance(item, _PLAIN) for item in items):
@@ -320,20 +319,8 @@ def values_of(function: Any) -> dict[str, Any]:
             if len(values) == size:
                 values[path] = _identity(value)
 
-    visit(function, "", frozenset())
+    visit(function, "", frozenset(), 0)
     return values
-
-
-def _variables(function: FunctionType, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yield closure variables, defaults, and the globals among `names`."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    yield from ((f"default {i}", value) for i, value in enumerate(function.__defaults__ or ()))
-    yield from (function.__kwdefaults__ or {}).items()
-    yield from ((name, function.__globals__[name]) for name in sorted(names & function.__globals__.keys()))
 
 
 def _names_of(function: Any) -> frozenset[str]:
@@ -430,21 +417,17 @@ def frozen(function: Any, within: tuple[int, ...] = ()) -> Any:
     """
     if not isinstance(function, FunctionType) or not function.__closure__ or _writes(function.__code__):
         return function
-    cells = tuple(_copy_cell(cell, (*within, id(function))) for cell in function.__closure__)
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    within = (*within, id(function))
+    cells = [
+        cell  # not bound yet, or a recursive function, which keeps its own
+        if cell == CellType() or id(cell.cell_contents) in within
+        else CellType(frozen(cell.cell_contents, within))
+        for cell in function.__closure__
+    ]
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     return copy
-
-
-def _copy_cell(cell: CellType, within: tuple[int, ...]) -> CellType:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # not bound yet
-        return cell
-    if isinstance(value, FunctionType):
-        return cell if id(value) in within else CellType(frozen(value, within))  # recursive functions keep theirs
-    return CellType(value)
 
 
 @lru_cache(maxsize=256)

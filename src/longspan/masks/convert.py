@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from longspan._compile import run_eagerly
 from longspan.errors import LongspanError, MaskError, PlanError
-from longspan.masks.bands import LIMIT, occupied
+from longspan.masks.bands import LIMIT, drop_empty
 from longspan.masks.mask import Mask
 from longspan.masks.plane import Plane
 from longspan.masks.tiles import key_spans
@@ -55,7 +55,7 @@ def from_dense(allowed: ArrayLike) -> Mask:
     for one in table.reshape(-1, *table.shape[2:]):
         key = np.packbits(one).tobytes()
         if key not in planes:
-            planes[key] = Plane(occupied(_bands(one)))
+            planes[key] = Plane(drop_empty(_bands(one)))
     grid = tuple(tuple(planes[np.packbits(one).tobytes()] for one in row) for row in table)
     return Mask(grid, table.shape[-1], "from_dense()")
 
@@ -94,7 +94,7 @@ def _bands(table: NDArray[np.bool_]) -> Ints:
     ends = np.flatnonzero(flat[1:] != flat[:-1])
     row, start = np.divmod(ends[::2], tokens + 2)
     spans = row, start, ends[1::2] % (tokens + 2)
-    bands = _joined(*spans, tokens)
+    bands = _join_neighbours(*spans, tokens)
     if len(bands) > tokens + 16:
         raise MaskError(
             f"a dense mask must have structure, but this one of {tokens} tokens takes {len(bands)} bands."
@@ -106,7 +106,7 @@ def _bands(table: NDArray[np.bool_]) -> Ints:
     return bands
 
 
-def _joined(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
+def _join_neighbours(row: Ints, start: Ints, stop: Ints, tokens: int) -> Ints:
     """Join the k-th spans of neighbouring rows into one band as long as each of their ends stays or moves by one."""
     if not len(row):
         return np.empty((0, 6), dtype=np.int64)

@@ -89,8 +89,8 @@ class Elementwise:
     [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
     """
 
-    def __init__(self, function: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
-        self.function = function if call is None else call
+    def __init__(self, function: Any, call: Callable[..., Any] | None = None) -> None:
+        self.function: Callable[..., Any] = function if call is None else call
         self.broadcasts: bool | None = None
         """Whether the function takes tiles such as the last; None until it was tried."""
         try:
@@ -104,7 +104,7 @@ class Elementwise:
         if math.prod(shape) > 1:
             self.settle(*arguments)
             if not self.broadcasts:
-                return self.mapped(*arguments)
+                return self.map_pairs(*arguments)
             try:
                 return self.function(*arguments)
             except Exception as error:
@@ -120,13 +120,13 @@ class Elementwise:
         if math.prod(_shape(arguments)) > 1:
             have_dims = tuple(_has_dims(a) for a in arguments)
             if have_dims not in self._verdicts:
-                self._verdicts[have_dims] = self._agrees(*_sampled(arguments))
+                self._verdicts[have_dims] = self._agrees(*_sample(arguments))
             self.broadcasts = self._verdicts[have_dims]
 
-    def mapped(self, *arguments: Any) -> Any:
+    def map_pairs(self, *arguments: Any) -> Any:
         """Call the function pair by pair, with vmap."""
         try:
-            return self._mapped(*arguments)
+            return self._map_dims(*arguments)
         except Exception as error:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             if "data-dependent control flow" in str(error):
@@ -142,7 +142,7 @@ class Elementwise:
             raise
 
     def _check_conversions(self, error: Exception) -> None:
-        """Raise in words if the function made a Python number or a numpy array of its arguments."""
+        """Raise if the function converted its arguments to a Python number or a numpy array."""
         if isinstance(error, RuntimeError | TypeError | ValueError) and any(
             text in str(error) for text in _CONVERSIONS
         ):
@@ -153,22 +153,22 @@ class Elementwise:
                 f" operations: table[q_idx] with a torch tensor, torch.sin(q_idx)."
             ) from error
 
-    def _mapped(self, *arguments: Any) -> Any:
+    def _map_dims(self, *arguments: Any) -> Any:
         """Map the function over one dim after the other, so that what depends on the query alone is computed once for
         each query. An operation that changes an index in place may need all pairs in one dim."""
         import torch
 
         shape = _shape(arguments)
-        varies = [tuple(size > 1 for size in _padded_shape(a, len(shape))) for a in arguments]
         nested = self.function
-        for dim in reversed(range(len(shape))):
+        for dim in range(-1, -1 - len(shape), -1):
             if shape[dim] > 1:
-                nested = torch.vmap(nested, in_dims=tuple(0 if v[dim] else None for v in varies))
+                varies = [_has_dims(a) and a.ndim >= -dim and a.shape[dim] > 1 for a in arguments]
+                nested = torch.vmap(nested, in_dims=tuple(0 if v else None for v in varies))
         try:
             squeezed = (a.squeeze().clone() if _is_tensor(a) else a for a in arguments)  # it may work in place
             return nested(*squeezed).reshape(shape)
         except Exception:  # whatever the user's function raises; if it does so for all pairs in one dim, it is raised
-            _, flat = _flattened(arguments)
+            _, flat = _flatten(arguments)
             dims = tuple(0 if _is_tensor(a) else None for a in arguments)
             return torch.vmap(self.function, in_dims=dims)(*flat).unflatten(0, shape)
 
@@ -176,7 +176,7 @@ class Elementwise:
         """Call the function in a loop, if vmap cannot map it: functions that read numpy arrays, for example."""
         import torch
 
-        shape, flat = _flattened(arguments)
+        shape, flat = _flatten(arguments)
         answers = [self.function(*(a[i] if _is_tensor(a) else a for a in flat)) for i in range(math.prod(shape))]
         return torch.stack([torch.as_tensor(value) for value in answers]).view(shape)
 
@@ -189,7 +189,7 @@ class Elementwise:
         can_map = True
         try:
             try:
-                single = self._mapped(*arguments)
+                single = self._map_dims(*arguments)
             except Exception:  # whatever the user's function raises inside vmap
                 single, can_map = self._one_by_one(*arguments), False
         except Exception:
@@ -273,23 +273,17 @@ def _has_dims(value: Any) -> bool:
     return _is_tensor(value) and value.ndim > 0
 
 
-def _padded_shape(value: Any, ndim: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with dims of 1 in front; anything else counts as a tensor without dims."""
-    shape = tuple(value.shape) if _is_tensor(value) else ()
-    return (1,) * (ndim - len(shape)) + shape
-
-
 def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     return np.broadcast_shapes(*(tuple(a.shape) for a in arguments if _is_tensor(a)))
 
 
-def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], list[Any]]:
+def _flatten(arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], list[Any]]:
     """Return the shape of all pairs, and the arguments with one element for each of them."""
     shape = _shape(arguments)
     return shape, [a.expand(shape).flatten() if _is_tensor(a) else a for a in arguments]
 
 
-def _sampled(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sample(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Take a few indices along every dim: the ends, some in the middle, and neighbours."""
     import torch
 

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from longspan.masks.bands import LIMIT, Band
 from longspan.masks.captures import ByIdentity, CaptureSnapshot, Knowledge, Memo
 from longspan.masks.functions import readers_of
 from longspan.masks.plane import Bools, Plane
-from longspan.masks.tiles import classifier
+from longspan.masks.tiles import classifier, tile_pairs
 from longspan.spans import Ints, Span, check_int
 
 _MAX_DRAWN = 4096
@@ -36,22 +35,12 @@ def draw(plane: Plane, seq_len: int, width: int) -> str:
     width = check_int(width, "width", "draw()", MaskError, low=1, high=4096)
     edges = np.linspace(0, seq_len, min(width, max(seq_len, 1)) + 1).astype(np.int64)
     sizes = np.diff(edges)
-    if plane.predicate is not None:
-        if seq_len > _MAX_DRAWN:
-            raise MaskError(
-                f"drawing an opaque mask calls its function for every pair, and {seq_len} tokens are more than"
-                f" {_MAX_DRAWN}. Draw a shorter stretch, or classify() the tiles you want to see."
-            )
-        position = np.arange(seq_len, dtype=np.int64)
-        allowed = plane.allows(position[:, None], position[None, :]).astype(np.int64)
-        counts = np.add.reduceat(np.add.reduceat(allowed, edges[:-1], axis=0), edges[:-1], axis=1)
-    else:
-        # Cut every strip of rows once, then every square from its strip: the work depends on the bands in the strip.
-        spans = list(pairwise(edges.tolist()))
-        counts = np.zeros((len(spans), len(spans)), dtype=np.int64)
-        for i, rows in enumerate(spans):
-            strip = bd.tighten(bd.cut(plane.sure, rows, (0, seq_len)))
-            counts[i] = [bd.area(bd.cut(strip, (0, seq_len), columns)).sum() for columns in spans]
+    if plane.predicate is not None and seq_len > _MAX_DRAWN:
+        raise MaskError(
+            f"drawing an opaque mask calls its function for every pair, and {seq_len} tokens are more than"
+            f" {_MAX_DRAWN}. Draw a shorter stretch, or classify() the tiles you want to see."
+        )
+    counts = tile_pairs(plane, edges, edges)
     cells = np.where(counts == 0, "·", np.where(counts == sizes[:, None] * sizes, "█", "▒"))
     return "\n".join("".join(line) for line in cells.tolist())
 
@@ -78,7 +67,7 @@ class Mask(Handled):
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
         """Return the structured mask of disjoint bands."""
-        return Mask(((Plane(bd.occupied(rows)),),), seq_len, name)
+        return Mask(((Plane(bd.drop_empty(rows)),),), seq_len, name)
 
     # -- Shape ---------------------------------------------------------------------------------------------------------
 
@@ -267,7 +256,7 @@ class Mask(Handled):
                 f" q, kv) with masks.from_mask_mod first, a table with masks.from_dense."
             )
         # Masks with functions are not cached: they may hold large tensors.
-        combine = _combined if self.is_structured and other.is_structured else _combined.__wrapped__
+        combine = _combine if self.is_structured and other.is_structured else _combine.__wrapped__
         return combine(ByIdentity(self), ByIdentity(other), sign)
 
     # -- Equality and hash ---------------------------------------------------------------------------------------------
@@ -329,7 +318,7 @@ class Mask(Handled):
 
 
 @lru_cache(maxsize=256)
-def _combined(these: ByIdentity[Mask], those: ByIdentity[Mask], sign: str) -> Mask:
+def _combine(these: ByIdentity[Mask], those: ByIdentity[Mask], sign: str) -> Mask:
     """Combine two masks plane by plane; a side of length 1 serves all. The same two objects give the same object."""
     a, b = these.value, those.value
     lengths = {length for length in (a.seq_len, b.seq_len) if length is not None}

@@ -70,7 +70,7 @@ class _Member:
 _NOTHING = _Member(Plane(bd.empty()))
 
 
-def numbered(grid: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], Ints]:
+def number_planes(grid: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], Ints]:
     """Return every plane of a grid once, and the number of the plane of each batch row and head."""
     planes = {id(plane): plane for line in grid for plane in line}
     number = {name: i for i, name in enumerate(planes)}
@@ -79,7 +79,7 @@ def numbered(grid: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], Ints]:
 
 def to_mask_mod(grid: Sequence[Sequence[Plane]], place: Place) -> MaskMod:
     """Return the function (b, h, query row, column) of a grid with a plane for every batch row and head."""
-    planes, which = numbered(grid)
+    planes, which = number_planes(grid)
     members = [_Member(plane, *_only(which == i)) for i, plane in enumerate(planes)]
     decide, numbers = _decider(members, place), place.tensor(which.squeeze())
     many_rows, many_heads = len(which) > 1, len(which[0]) > 1
@@ -132,16 +132,16 @@ def _decider(members: Sequence[_Member], place: Place) -> Decide:
         opaque.append((place.tensor(slot), maybe, _predicate_mod(users, place)))
 
     def decide(plane: Tensor | None, b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        allowed = _seen(sure, plane, q, key)
+        allowed = _in_spans(sure, plane, q, key)
         for slot, maybe, predicate in opaque:
             inner = None if plane is None else _on_device_of(slot, q)[plane]
-            allowed = allowed | (_seen(maybe, inner, q, key) & predicate(inner, b, h, q, key))
+            allowed = allowed | (_in_spans(maybe, inner, q, key) & predicate(inner, b, h, q, key))
         return allowed
 
     return decide
 
 
-def _seen(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
+def _in_spans(tables: Tables, plane: Tensor | None, q: Tensor, key: Tensor) -> Tensor:
     at = q if plane is None else (plane, q)
     spans = [(key >= _on_device_of(start, q)[at]) & (key < _on_device_of(stop, q)[at]) for start, stop in tables]
     inside = spans[0] if spans else (q < 0) & (key < 0)  # nothing: rows are counted from 0
@@ -171,10 +171,10 @@ def _group_key(member: _Member) -> object:
     predicate = member.plane.predicate
     if not isinstance(predicate, Function):
         return getattr(predicate, "sign", type(predicate))
-    return id(predicate.mask_mod), *_fixed(member, predicate)
+    return id(predicate.mask_mod), *_fixed_indices(member, predicate)
 
 
-def _fixed(member: _Member, predicate: Function) -> tuple[int | None, int | None]:
+def _fixed_indices(member: _Member, predicate: Function) -> tuple[int | None, int | None]:
     row = None if predicate.row == member.row else predicate.row
     return row, None if predicate.head == member.head else predicate.head
 
@@ -183,7 +183,7 @@ def _predicate_mod(members: Sequence[_Member], place: Place) -> Decide:
     """Return the function of planes with equal group keys; its result for number 0, no plane, is ignored."""
     predicate = members[-1].plane.predicate
     if isinstance(predicate, Function):
-        return _function_mod(predicate.call, *_fixed(members[-1], predicate), place)
+        return _function_mod(predicate.call, *_fixed_indices(members[-1], predicate), place)
     if not isinstance(predicate, Combined):
         raise MaskError(
             f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."

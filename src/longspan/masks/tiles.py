@@ -11,7 +11,7 @@ from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.captures import ByIdentity
 from longspan.masks.plane import Bools, Plane
-from longspan.spans import Ints, Span, check_int, run_table, steps_within, true_runs, union
+from longspan.spans import Ints, Span, check_int, join, run_table, steps_within, true_runs, union
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -62,14 +62,14 @@ class Classifier:
             for start, stop in runs_of(unknown & touched):
                 for at in range(first + start, first + stop, 64):  # 64 tiles at a time: a temporary of one megabyte
                     end = min(at + 64, first + stop)
-                    allowed = self._allowed(q, (at * tile, min(end * tile, self.seq_len)))
+                    allowed = self._allowed_pairs(q, (at * tile, min(end * tile, self.seq_len)))
                     edges = np.arange(0, int(allowed.shape[1]), tile, dtype=np.int64)
                     any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
                     all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
                     known[at:end] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
         return known[first:last].copy()
 
-    def _allowed(self, q: tuple[int, int], kv: tuple[int, int]) -> Bools:
+    def _allowed_pairs(self, q: tuple[int, int], kv: tuple[int, int]) -> Bools:
         """Return the pairs of a rectangle. If one band of `maybe` holds them all, only the function is called: looking
         at bands takes ten times longer."""
         plane = self.plane
@@ -80,6 +80,37 @@ class Classifier:
             if sides == [*q, *kv] and lo <= q[0] - kv[1] + 1 and hi >= q[1] - 1 - kv[0]:
                 return plane.predicate.allows(rows, cols)
         return plane.allows(rows, cols)
+
+
+def tile_pairs(pairs: Plane | Ints, q_edges: Ints, kv_edges: Ints) -> Ints:
+    """Return how many pairs bands allow in every tile between neighbouring edges; a plane's function is called on all.
+
+    >>> from longspan import masks
+    >>> tile_pairs(masks.causal(4).plane().sure, np.array([0, 2, 4]), np.array([0, 2, 4])).tolist()
+    [[3, 0], [4, 3]]
+    """
+    if isinstance(pairs, Plane) and pairs.predicate is not None:
+        q, kv = (np.arange(edges[0], edges[-1], dtype=np.int64) for edges in (q_edges, kv_edges))
+        allowed = pairs.allows(q[:, None], kv[None, :]).astype(np.int64)
+        below = np.pad(allowed.cumsum(axis=0).cumsum(axis=1), (1, 0))  # pairs before each pair's row and column
+        corners = below[np.ix_(q_edges - q_edges[0], kv_edges - kv_edges[0])]
+        return np.diff(np.diff(corners, axis=0), axis=1)
+    parts = pairs.sure if isinstance(pairs, Plane) else pairs
+    place: list[Ints] = []
+    for start, stop, edges in ((bd.Q0, bd.Q1, q_edges), (bd.K0, bd.K1, kv_edges)):
+        band, interval = join(parts[:, start : stop + 1], np.stack((edges[:-1], edges[1:]), axis=1))
+        parts = parts[band].copy()
+        parts[:, start] = np.maximum(parts[:, start], edges[interval])
+        parts[:, stop] = np.minimum(parts[:, stop], edges[interval + 1])
+        place = [*(index[band] for index in place), interval]
+        if start == bd.Q0:  # the keys that these rows see
+            parts[:, bd.K0] = np.maximum(parts[:, bd.K0], parts[:, bd.Q0] - parts[:, bd.HI])
+            parts[:, bd.K1] = np.minimum(parts[:, bd.K1], parts[:, bd.Q1] - parts[:, bd.LO])
+            keep = parts[:, bd.K1] > parts[:, bd.K0]
+            parts, place = parts[keep], [interval[keep]]
+    counts = np.zeros((len(q_edges) - 1, len(kv_edges) - 1), dtype=np.int64)
+    np.add.at(counts, tuple(place), bd.area(parts))
+    return counts
 
 
 def runs_of(flags: Bools) -> list[tuple[int, int]]:
@@ -171,10 +202,10 @@ def pairs_per_block(spans: KeySpans, num_rows: int, keys: Ints, size: int) -> In
     return (rest.reshape(height, width) - size * before)[:, :-1].astype(np.int64)
 
 
-def listed_first(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def list_chosen_first(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the number of chosen blocks in every row of blocks (the last dim), and all blocks, chosen ones first.
 
-    >>> [part.tolist() for part in listed_first(np.array([[False, True, True]]))]
+    >>> [part.tolist() for part in list_chosen_first(np.array([[False, True, True]]))]
     [[2], [[1, 2, 0]]]
     """
     return chosen.sum(axis=-1, dtype=np.int32), np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)

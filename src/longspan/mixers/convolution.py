@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from longspan import _torch
 from longspan._compile import create_handle, lookup_value
+from longspan.device_tables import Copied
 from longspan.errors import PlanError
 from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import to_device
@@ -34,6 +34,7 @@ from longspan.run.ops import (
     run_program,
     safety_settings,
 )
+from longspan.run.walk import build_once
 from longspan.validate import as_autocast, check_no_tangent, check_plain_numbers, check_sharding
 
 # -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
@@ -45,7 +46,6 @@ that tokens are last, and back."""
 MANY = 32
 """Segments above this number are convolved as one, and their own rows are selected by index afterwards. Fewer are
 convolved one by one, so that no row has to be dropped."""
-_own_rows: WeakKeyDictionary[ConvPlan, dict[tuple[int, torch.device], OwnRows]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +63,17 @@ class OwnRows:
     rows: list[list[int] | Tensor]
     """For each of them the rows of every segment with its halo or, for many segments, the indices of own rows."""
     num_padding: int
+    copied: Copied
 
     @staticmethod
     def of(plan: ConvPlan, rank: int, device: torch.device) -> OwnRows:
         """Return those of a rank; they are cached, since a plan is used many times."""
-        cache = _own_rows.setdefault(plan, {})
-        if (rank, device) in cache:
-            return cache[rank, device]
+        own = build_once(plan, (rank, device), lambda: OwnRows.build(plan, rank, device))
+        own.copied.use()
+        return own
+
+    @staticmethod
+    def build(plan: ConvPlan, rank: int, device: torch.device) -> OwnRows:
         parts = plan.haloed(rank)
         rows: list[list[int] | Tensor] = []
         for part in parts:
@@ -82,11 +86,10 @@ class OwnRows:
         sizes = np.concatenate([part.table[:, 1] - part.table[:, 0] for part in parts])
         is_even = len(sizes) and len({len(part.table) for part in parts}) == 1 and (sizes == sizes[0]).all()
         fold = int(sizes[0]) + plan.width - 1 if is_even else 0
-        own = OwnRows(fold, [len(part.batch) for part in parts], rows, plan.layout.num_padding(rank))
-        cache[rank, device] = own
-        return own
+        copied = Copied(device, *(part for part in rows if isinstance(part, Tensor)))
+        return OwnRows(fold, [len(part.batch) for part in parts], rows, plan.layout.num_padding(rank), copied)
 
-    def convolved(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return own rows in local order, convolved; padding is zeros."""
         batch, num_rows, channels = rows.shape
         if self.fold:
@@ -107,9 +110,11 @@ def _convolve_own(rows: Tensor, which: list[int] | Tensor, weight: Tensor, bias:
     return torch.cat([depthwise(part, weight, bias) for part in rows.split(which, 1)[:-1]], 1)
 
 
-def convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, own: OwnRows, activation: str | None) -> Tensor:
+def convolve_with_halos(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, own: OwnRows, activation: str | None
+) -> Tensor:
     """Return the rank's output from its rows with halos."""
-    out = own.convolved(rows, weight, bias)
+    out = own.convolve(rows, weight, bias)
     return out if activation is None else functional.silu(out)
 
 
@@ -360,7 +365,16 @@ def _run(
         object.__setattr__(plan, "handle", create_handle(plan))
     saves = torch.is_grad_enabled() and x.requires_grad
     rows, _ = halo(x, plan.handle, group, plan.num_rows(rank), saves, call.name, FORM)
-    return convolved(rows, weight, bias, OwnRows.of(plan, rank, x.device), activation)
+    return convolve_with_halos(rows, weight, bias, OwnRows.of(plan, rank, x.device), activation)
+
+
+def prepare(plan: ConvPlan, rank: int, device: torch.device, *, backward: bool) -> None:
+    """Do what the first call with a plan does on a rank before its messages: record programs, copy their tables."""
+    task, rows = HaloTask(plan, rank, getattr(torch, plan.dtype)), torch.empty(0, device=device)
+    OwnRows.of(plan, rank, device)
+    HaloForward(task, rows).start(saves=False)
+    if backward:
+        HaloBackward(task, rows).start(saves=False)
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from longspan.masks.document_rows import document_rows
 from longspan.run.group import report_errors
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import Ints, truncated_repr
-from longspan.validate import group_of, planned_group
+from longspan.validate import check_planned_group, group_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def run_operator(
             raise PlanError(f"name must be a str, the same on every rank, but got {truncated_repr(call.name)}.")
         if layout is None or not isinstance(group, SimulatedRank):
             check(None)
-            return run(planned_group(group, call.plan, call.documents, usage))
+            return run(check_planned_group(group, call.plan, call.documents, usage))
         check((group.rank(), group.size()))
 
         def compute(shards: list[tuple[Tensor, ...]]) -> list[Tensor]:

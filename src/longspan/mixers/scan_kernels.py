@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -29,12 +29,12 @@ from longspan.mixers.scan_reference import (
     ScanWork,
     Segments,
     Ssd,
-    cut,
-    own_precision,
+    build_chunk_table,
+    diagonal_maps,
+    discretize,
     packing,
-    passed,
-    stepped,
     values_of,
+    without_autocast,
 )
 from longspan.spans import Ints
 
@@ -147,8 +147,8 @@ class FlaScan(PackageScan):
         with torch.no_grad():
             start = work.zero_states()
             if isinstance(work.recurrence, LinearAttention):
-                with own_precision(work):
-                    return passed(work), self.local(work, start)[1]
+                with without_autocast(work):
+                    return diagonal_maps(work), self.local(work, start)[1]
             q, k, v, *rest = work.tokens
             features = k.shape[3], v.shape[3]
             one = torch.eye(features[0], device=v.device).expand(*start.shape[:2], -1, -1)
@@ -156,6 +156,9 @@ class FlaScan(PackageScan):
             both = replace(work, tokens=(q, k, wide, *rest))
             u, m = self.local(both, torch.cat((start, one), -1))[1].split(features[::-1], -1)
             return m, u
+
+    def prepare(self, segments: Segments, shape: Sequence[int], device: torch.device) -> None:
+        packing(segments, shape[0], shape[1], device)
 
 
 # -- mamba_ssm: Triton kernels of Mamba-2 ------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class MambaScan(PackageScan):
         groups = group_by_length(work.segments)
         out, after = torch.zeros_like(work.tokens[0]), []
         for which, longest in groups:
-            table = cut(work.segments.select(which), longest, batch, slots, states.device)
+            table = build_chunk_table(work.segments.select(which), longest, batch, slots, states.device)
             part, left = self._rows(work, table, states[to_device(torch.from_numpy(which), states.device)])
             out = out + table.unfold(part.flatten(2).unsqueeze(1)).view(out.shape)  # each slot is in one group
             after.append(left)
@@ -202,10 +205,10 @@ class MambaScan(PackageScan):
         """Return output (segments, longest, H, V), and the states that leave."""
         assert isinstance(work.recurrence, Ssd)
         x, dt, b, c = (table.fold(y.flatten(2).unsqueeze(2)).squeeze(1).unflatten(2, y.shape[2:]) for y in work.tokens)
-        with own_precision(work):
+        with without_autocast(work):
             ended = (table.slot < 0)[:, None, None, :, None]
             by_heads = dt.float().mT[:, None, ..., None]  # as if there were one key head
-            steps = stepped(by_heads, ended, work.recurrence, work.shared)[0][:, 0, ..., 0].mT
+            steps = discretize(by_heads, ended, work.recurrence, work.shared)[0][:, 0, ..., 0].mT
         a, d, _ = work.shared
         assert a is not None
         size = min(max(1 << (table.size - 1).bit_length(), CHUNK[0]), CHUNK[1])
@@ -217,8 +220,12 @@ class MambaScan(PackageScan):
         return out, after.mT
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
-        with torch.no_grad(), own_precision(work):
-            return passed(work), self.local(work, work.zero_states())[1]
+        with torch.no_grad(), without_autocast(work):
+            return diagonal_maps(work), self.local(work, work.zero_states())[1]
+
+    def prepare(self, segments: Segments, shape: Sequence[int], device: torch.device) -> None:
+        for which, longest in group_by_length(segments) if len(segments) else ():
+            build_chunk_table(segments.select(which), longest, shape[0], shape[1], device)
 
 
 def group_by_length(segments: Segments) -> list[tuple[Ints, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink, pad, softplus, threshold
 
+from longspan.device_tables import keep_recent
 from longspan.layouts.layout import to_device
-from longspan.planning.kernel_memory import keep_recent
 from longspan.spans import Ints
 from longspan.tile import accumulation_dtype
 
@@ -113,6 +113,9 @@ class ScanKernel(ABC):
     @abstractmethod
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         """Return (M, U) of every segment, without gradients."""
+
+    def prepare(self, segments: Segments, shape: Sequence[int], device: torch.device) -> None:  # noqa: B027
+        """Build the tables of segments of tokens (batch, slots), which are cached."""
 
 
 # -- Delta rule, linear attention, Mamba-2 (SSD), elementwise recurrence -----------------------------------------------
@@ -236,32 +239,32 @@ class Decays:
     def of(cls, g: Tensor) -> Decays:
         """Build from the logarithm of each token's decay. One of minus infinity is clamped, so that sums are finite.
 
-        >>> Decays.of(torch.tensor([-1.0, -torch.inf, -2.0]).view(1, 1, 1, 3, 1)).left.flatten().tolist()
+        >>> Decays.of(torch.tensor([-1.0, -torch.inf, -2.0]).view(1, 1, 1, 3, 1)).to_end.flatten().tolist()
         [0.0, 0.1353352814912796, 1.0]
         """
         return cls(g.clamp(min=math.log(LEAST[g.dtype]) - 1).double().cumsum(3), g.dtype)
 
     @cached_property
-    def entered(self) -> Tensor:
+    def from_start(self) -> Tensor:
         """(N, J, R, C, x): decays from the chunk's begin to each token."""
         return self.exp(self.sums)
 
     @cached_property
-    def left(self) -> Tensor:
+    def to_end(self) -> Tensor:
         """(N, J, R, C, x): decays from each token to the chunk's end."""
         return self.exp(self.sums[..., -1:, :] - self.sums)
 
     @cached_property
     def whole(self) -> Tensor:
         """(N, J, R, x, 1): decays of whole chunks, for rows of a state."""
-        return self.entered[..., -1, :].unsqueeze(-1)
+        return self.from_start[..., -1, :].unsqueeze(-1)
 
     def exp(self, logarithms: Tensor) -> Tensor:
         return threshold(logarithms.to(self.dtype).exp(), LEAST[self.dtype], 0.0)
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """Return (N, J, R, C, C): a_i . b_j times the decay from j to i; 0 if j is after i."""
-        return (a @ b.mT) * self._pairs if self.sums.shape[-1] == 1 else self._halved(a, b)
+        return (a @ b.mT) * self._pairs if self.sums.shape[-1] == 1 else self._multiply_by_halves(a, b)
 
     @cached_property
     def _pairs(self) -> Tensor:
@@ -269,7 +272,7 @@ class Decays:
         later = torch.ones(size, size, dtype=torch.bool, device=self.sums.device).triu(1)
         return self.exp((self.sums - self.sums.mT).to(self.dtype).masked_fill(later, -torch.inf))
 
-    def _halved(self, a: Tensor, b: Tensor) -> Tensor:
+    def _multiply_by_halves(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute `products` for one decay per feature: the second half of a range reads its first half through the
         border between them, and both halves are split in turn, down to tokens that read themselves.
 
@@ -380,7 +383,8 @@ class ChunkTable:
         Return the states before the chunks of every number, and those that leave segments.
 
         >>> import numpy as np
-        >>> table = cut(Segments(np.array([[0, 0, 5], [0, 5, 7], [0, 7, 16]])), 4, 1, 16, torch.device("cpu"))
+        >>> segments = Segments(np.array([[0, 0, 5], [0, 5, 7], [0, 7, 16]]))
+        >>> table = build_chunk_table(segments, 4, 1, 16, torch.device("cpu"))
         >>> table.steps, table.order.tolist()
         ((3, 2, 1), [2, 0, 1])
         >>> before, after = table.carry(torch.tensor([10.0, 20.0, 30.0]), lambda number, state: state + 1)
@@ -398,9 +402,9 @@ class ChunkTable:
         return before, torch.cat(left[::-1])[self.place]
 
 
-def cut(segments: Segments, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
+def build_chunk_table(segments: Segments, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
     """Cut segments of tokens (batch, slots, ...) into chunks. Cached: layers and training steps have the same."""
-    return _cut(segments.table.astype(np.int64).tobytes(), size, batch, slots, device)
+    return _build_chunk_table(segments.table.astype(np.int64).tobytes(), size, batch, slots, device)
 
 
 def _read_segments(segments: bytes) -> Ints:
@@ -409,7 +413,7 @@ def _read_segments(segments: bytes) -> Ints:
 
 
 @keep_recent(least=8)
-def _cut(segments: bytes, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
+def _build_chunk_table(segments: bytes, size: int, batch: int, slots: int, device: torch.device) -> ChunkTable:
     row, first, end = _read_segments(segments)
     counts = -(-(end - first) // size)
     order = np.argsort(-counts, kind="stable")
@@ -519,19 +523,19 @@ class ChunkedDecays:
     def decays(self) -> Decays:
         return Decays.of(self.g)
 
-    def passed(self) -> Tensor:
+    def segment_decays(self) -> Tensor:
         """Return M without the delta rule, (S, H, 1 or K, 1): decays of whole segments."""
         sums = self.decays.sums[..., -1, :].unsqueeze(-1)
         parts = sums.split(self.table.steps)
         start = sums.new_zeros(len(self.table.order), *sums.shape[1:]).flatten(1, 2)
-        return self.decays.exp(self._carried(start, lambda number, state: state + parts[number])[1])
+        return self.decays.exp(self._carry_states(start, lambda number, state: state + parts[number])[1])
 
-    def _carried(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
+    def _carry_states(self, states: Tensor, step: Step) -> tuple[list[Tensor], Tensor]:
         """Pass states (S, H, ...) through chunks; `step` gets them as (S, J, R, ...)."""
-        before, after = self.table.carry(self._grouped(states), step)
+        before, after = self.table.carry(self._group_heads(states), step)
         return before, after.flatten(1, 2)
 
-    def _grouped(self, states: Tensor) -> Tensor:
+    def _group_heads(self, states: Tensor) -> Tensor:
         return states.unflatten(1, self.g.shape[1:3])
 
 
@@ -554,11 +558,11 @@ class ChunkedAttention(ChunkedDecays):
         """Return the output (N, H, C, V), and the states that leave (S, H, K, V)."""
         assert self.q is not None
         corrected: list[Tensor] = []
-        step = self._decayed() if self.beta is None else self._corrected(*self._solved(), corrected)
-        before, after = self._carried(states, step)
+        step = self._decay_step() if self.beta is None else self._delta_step(*self._solve(), corrected)
+        before, after = self._carry_states(states, step)
         values = torch.cat(corrected) if corrected else self.v
-        read = (self.q * self.decays.entered) @ torch.cat((self._grouped(states)[:0], *before))
-        out = _added(read, self.decays.products(self.q, self.k), values)
+        read = (self.q * self.decays.from_start) @ torch.cat((self._group_heads(states)[:0], *before))
+        out = _add_product(read, self.decays.products(self.q, self.k), values)
         return (out if self.skip is None else out + self.skip).flatten(1, 2), after
 
     def zeros(self) -> Tensor:
@@ -569,44 +573,44 @@ class ChunkedAttention(ChunkedDecays):
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return (M, U)."""
         if self.beta is None:
-            return self.passed(), self._carried(self.zeros(), self._decayed())[1]
+            return self.segment_decays(), self._carry_states(self.zeros(), self._decay_step())[1]
         start, (k, v) = self.zeros(), (self.k.shape[-1], self.v.shape[-1])
         one = torch.eye(k, dtype=start.dtype, device=start.device).expand(*start.shape[:2], k, k)
-        values, weights = self._solved()
-        step = self._corrected(pad(values, (0, k)), weights, [])  # values [v | 0] and states [0 | I] give [U | M]
+        values, weights = self._solve()
+        step = self._delta_step(pad(values, (0, k)), weights, [])  # values [v | 0] and states [0 | I] give [U | M]
         least = LEAST[start.dtype]  # the map gets smaller with every chunk
         both = torch.cat((start, one), -1)
-        _, after = self._carried(both, lambda number, state: hardshrink(step(number, state), least))
+        _, after = self._carry_states(both, lambda number, state: hardshrink(step(number, state), least))
         u, m = after.split((v, k), -1)
         return m, u
 
-    def _decayed(self) -> Step:
-        added = ((self.k * self.decays.left).mT @ self.v).split(self.table.steps)
+    def _decay_step(self) -> Step:
+        added = ((self.k * self.decays.to_end).mT @ self.v).split(self.table.steps)
         whole = self.decays.whole.split(self.table.steps)
         return lambda number, state: torch.addcmul(added[number], whole[number], state)
 
-    def _solved(self) -> tuple[Tensor, Tensor]:
+    def _solve(self) -> tuple[Tensor, Tensor]:
         """Return X (N, J, R, C, V) and W (N, J, R, C, K)."""
         assert self.beta is not None
         system = self.decays.products(self.k, self.k) * self.beta  # the solver reads below the diagonal only
-        sides = self.v * self.beta, self.k * (self.decays.entered * self.beta)
+        sides = self.v * self.beta, self.k * (self.decays.from_start * self.beta)
         values, weights = (torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in sides)
         return values, weights
 
-    def _corrected(self, values: Tensor, weights: Tensor, corrected: list[Tensor]) -> Step:
+    def _delta_step(self, values: Tensor, weights: Tensor, corrected: list[Tensor]) -> Step:
         """Return a step with the delta rule, which appends V' of chunks of every number to `corrected`."""
-        everything = values, weights, self.decays.whole, (self.k * self.decays.left).mT
+        everything = values, weights, self.decays.whole, (self.k * self.decays.to_end).mT
         parts = list(zip(*(x.split(self.table.steps) for x in everything), strict=True))
 
         def step(number: int, state: Tensor) -> Tensor:
             values, weights, whole, keys = parts[number]
-            corrected.append(_added(values, weights, state, -1))
-            return _added(whole * state, keys, corrected[-1])
+            corrected.append(_add_product(values, weights, state, -1))
+            return _add_product(whole * state, keys, corrected[-1])
 
         return step
 
 
-def _added(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
+def _add_product(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
     """Return x + factor * a @ b."""
     flat = torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2), alpha=factor)
     return flat.view(x.shape)
@@ -629,7 +633,7 @@ class ChunkedElements:
 
     def local(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (N, 1, C, D), and the states that leave (S, 1, D, 1)."""
-        before, after = self._continued(states)
+        before, after = self._continue_states(states)
         return (self._sums + self._products * before.unsqueeze(1)).unsqueeze(1), after
 
     def zeros(self) -> Tensor:
@@ -638,19 +642,19 @@ class ChunkedElements:
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return (M, U)."""
-        return self.passed(), self._continued(self.zeros())[1]
+        return self.segment_decays(), self._continue_states(self.zeros())[1]
 
-    def passed(self) -> Tensor:
+    def segment_decays(self) -> Tensor:
         """Return M, (S, 1, D, 1)."""
         whole = self._products[:, -1].split(self.table.steps)
-        return self._carried(torch.ones_like(self.zeros()), lambda number, state: whole[number] * state)[1]
+        return self._carry_states(torch.ones_like(self.zeros()), lambda number, state: whole[number] * state)[1]
 
-    def _continued(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _continue_states(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states before each chunk (N, D), and those that leave."""
         whole, added = (x[:, -1].split(self.table.steps) for x in (self._products, self._sums))
-        return self._carried(states, lambda number, state: whole[number] * state + added[number])
+        return self._carry_states(states, lambda number, state: whole[number] * state + added[number])
 
-    def _carried(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _carry_states(self, states: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Run `ChunkTable.carry` on states (S, 1, D, 1); those before every chunk are one tensor (N, D)."""
         flat = states.flatten(1)
         before, after = self.table.carry(flat, step)
@@ -659,14 +663,14 @@ class ChunkedElements:
     @cached_property
     def _sums(self) -> Tensor:
         """(N, C, D): the output for zero states."""
-        return self._scanned(self.b)
+        return self._scan_chunks(self.b)
 
     @cached_property
     def _products(self) -> Tensor:
         """(N, C, D): products of decays from the chunk's begin to each token."""
-        return self._scanned(None)
+        return self._scan_chunks(None)
 
-    def _scanned(self, b: Tensor | None) -> Tensor:
+    def _scan_chunks(self, b: Tensor | None) -> Tensor:
         decays = self.a.unbind(1)
         added = None if b is None else b.unbind(1)
         out = [decays[0] if added is None else added[0]]
@@ -692,13 +696,13 @@ def values_of(work: ScanWork) -> Tensor:
     return work.tokens[VALUES[type(work.recurrence)]]
 
 
-def in_slots(out: Tensor, table: ChunkTable, work: ScanWork) -> Tensor:
+def unfold_output(out: Tensor, table: ChunkTable, work: ScanWork) -> Tensor:
     """Return the output in slots from chunks, in the shape and dtype of values."""
     values = values_of(work)
     return table.unfold(out.to(values.dtype)).view(values.shape)
 
 
-def in_chunks(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedElements:
+def fold_inputs(work: ScanWork, reads: bool = True) -> ChunkedAttention | ChunkedElements:
     """Return all inputs in chunks; with `reads=False`, without those that only outputs need."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
@@ -731,29 +735,35 @@ def stages_of_segments(work: ScanWork) -> list[Ints]:
     return [np.array(stage, dtype=np.int64) for stage in stages.values()]
 
 
-def passed(work: ScanWork) -> Tensor:
+def diagonal_maps(work: ScanWork) -> Tensor:
     """Return M of every segment, for diagonal maps only."""
     recurrence = work.recurrence
     if isinstance(recurrence, LinearRecurrence):
-        return _elements(work).passed()
-    table = _table(work, LONG)
-    folded = _folded(work, table)
+        return _elements(work).segment_decays()
+    table = table_of(work.segments, work.tokens[0].shape[:2], work.tokens[0].device, LONG)
+    folded = _token_folder(work, table)
     if isinstance(recurrence, Ssd):
         blank = (table.slot < 0)[:, None, None, :, None]
-        return ChunkedDecays(table, stepped(folded(work.tokens[1]), blank, recurrence, work.shared)[1]).passed()
+        return ChunkedDecays(
+            table, discretize(folded(work.tokens[1]), blank, recurrence, work.shared)[1]
+        ).segment_decays()
     assert isinstance(recurrence, LinearAttention)
-    return ChunkedDecays(table, folded(work.tokens[3])).passed()
+    return ChunkedDecays(table, folded(work.tokens[3])).segment_decays()
 
 
-def _table(work: ScanWork, costs: dict[int, int]) -> ChunkTable:
-    """Cut segments into chunks of the size with the least cost."""
-    batch, slots = work.tokens[0].shape[:2]
-    lengths = work.segments.table[:, 2] - work.segments.table[:, 1]
+def table_of(segments: Segments, shape: Sequence[int], device: torch.device, costs: dict[int, int]) -> ChunkTable:
+    """Cut segments of tokens (batch, slots) into chunks of the size with the least cost."""
+    lengths = segments.table[:, 2] - segments.table[:, 1]
     size = min(costs, key=lambda size: int(np.sum(-(-lengths // size))) * costs[size])
-    return cut(work.segments, size, batch, slots, work.tokens[0].device)
+    batch, slots = shape
+    return build_chunk_table(segments, size, batch, slots, device)
 
 
-def _folded(work: ScanWork, table: ChunkTable) -> Callable[[Tensor], Tensor]:
+def _table(work: ScanWork) -> ChunkTable:
+    return table_of(work.segments, work.tokens[0].shape[:2], work.tokens[0].device, SHORT)
+
+
+def _token_folder(work: ScanWork, table: ChunkTable) -> Callable[[Tensor], Tensor]:
     """Return a function that cuts tokens (B, T, H or J, ...) into chunks (N, J, H / J or 1, C, features)."""
     dtype, groups = work.recurrence.state_dtype(work.tokens), min(x.shape[2] for x in work.tokens)
 
@@ -764,25 +774,25 @@ def _folded(work: ScanWork, table: ChunkTable) -> Callable[[Tensor], Tensor]:
 
 
 def _attention(work: ScanWork, recurrence: GatedDelta | LinearAttention, reads: bool) -> ChunkedAttention:
-    table = _table(work, SHORT)
-    folded = _folded(work, table)
+    table = _table(work)
+    folded = _token_folder(work, table)
     l2norm = isinstance(recurrence, GatedDelta) and recurrence.l2norm
-    q = _scaled(folded(work.tokens[0]), recurrence.scale, l2norm) if reads else None
+    q = _scale(folded(work.tokens[0]), recurrence.scale, l2norm) if reads else None
     k, v, g, *beta = map(folded, work.tokens[1:])
-    return ChunkedAttention(table, g, q, _scaled(k, 1.0, l2norm), v, *beta)
+    return ChunkedAttention(table, g, q, _scale(k, 1.0, l2norm), v, *beta)
 
 
-def _scaled(x: Tensor, factor: float, l2norm: bool) -> Tensor:
+def _scale(x: Tensor, factor: float, l2norm: bool) -> Tensor:
     if l2norm:
         return x * ((x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() * factor)
     return x if factor == 1.0 else x * factor
 
 
 def _ssd(work: ScanWork, recurrence: Ssd, reads: bool) -> ChunkedAttention:
-    table = _table(work, SHORT)
-    folded = _folded(work, table)
+    table = _table(work)
+    folded = _token_folder(work, table)
     x, dt, b = map(folded, work.tokens[:3])
-    dt, g = stepped(dt, (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
+    dt, g = discretize(dt, (table.slot < 0)[:, None, None, :, None], recurrence, work.shared)
     if not reads:
         return ChunkedAttention(table, g, None, b, x * dt)
     d = work.shared[1]
@@ -790,7 +800,7 @@ def _ssd(work: ScanWork, recurrence: Ssd, reads: bool) -> ChunkedAttention:
     return ChunkedAttention(table, g, folded(work.tokens[3]), b, x * dt, skip=skip)
 
 
-def stepped(dt: Tensor, ended: Tensor, recurrence: Ssd, shared: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+def discretize(dt: Tensor, ended: Tensor, recurrence: Ssd, shared: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
     """Return the final dt and the logarithm of the decay; both are 0 after a segment's end."""
     a, _, bias = shared
     assert a is not None
@@ -805,7 +815,7 @@ def _of_heads(shared: Tensor, x: Tensor) -> Tensor:
 
 
 def _elements(work: ScanWork) -> ChunkedElements:
-    table, dtype = _table(work, SHORT), work.recurrence.state_dtype(work.tokens)
+    table, dtype = _table(work), work.recurrence.state_dtype(work.tokens)
     a, b = (table.fold(x.unsqueeze(2)).squeeze(1).to(dtype) for x in work.tokens)
     return ChunkedElements(table, a.masked_fill((table.slot < 0).unsqueeze(-1), 1), b)
 
@@ -826,37 +836,40 @@ class ReferenceScan(ScanKernel):
         """Compute in chunks. A NaN or infinite token would reach its whole chunk, so tokens before it are computed
         separately. Only outputs are checked for it, and only on CPUs: a GPU would have to synchronize.
         """
-        with own_precision(work):
-            out, after = _computed(work, states)
+        with without_autocast(work):
+            out, after = _compute(work, states)
             if out.is_cpu and not out.detach().sum(dtype=after.dtype).isfinite():
                 stages = stages_of_segments(work)
                 if len(stages) > 1:
-                    return _computed_in_stages(work, states, stages)
+                    return _compute_in_stages(work, states, stages)
             return out, after
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
-        with torch.no_grad(), own_precision(work):
-            return in_chunks(work, reads=False).summary()
+        with torch.no_grad(), without_autocast(work):
+            return fold_inputs(work, reads=False).summary()
+
+    def prepare(self, segments: Segments, shape: Sequence[int], device: torch.device) -> None:
+        table_of(segments, shape, device, SHORT)
 
 
-def _computed(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-    chunked = in_chunks(work)
+def _compute(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
+    chunked = fold_inputs(work)
     out, after = chunked.local(states)
-    return in_slots(out, chunked.table, work), after
+    return unfold_output(out, chunked.table, work), after
 
 
-def _computed_in_stages(work: ScanWork, states: Tensor, stages: list[Ints]) -> tuple[Tensor, Tensor]:
-    """Do as `_computed`, the parts of a segment one after the other, the first parts of all segments together."""
+def _compute_in_stages(work: ScanWork, states: Tensor, stages: list[Ints]) -> tuple[Tensor, Tensor]:
+    """Do as `_compute`, the parts of a segment one after the other, the first parts of all segments together."""
     out: Tensor | None = None
     for stage in stages:
         which = torch.as_tensor(stage[:, 0])
-        part, after = _computed(replace(work, segments=Segments(stage[:, 1:])), states[which])
+        part, after = _compute(replace(work, segments=Segments(stage[:, 1:])), states[which])
         out = part if out is None else out + part  # zeros outside of its own slots
         states = states.index_copy(0, which, after)
     assert out is not None
     return out, states
 
 
-def own_precision(work: ScanWork) -> AbstractContextManager[object]:
+def without_autocast(work: ScanWork) -> AbstractContextManager[object]:
     """Disable autocast, which would multiply in half precision."""
     return torch.autocast(work.tokens[0].device.type, enabled=False)

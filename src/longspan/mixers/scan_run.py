@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from longspan.device_tables import Copied
 from longspan.layouts.layout import to_device
 from longspan.mixers.scan_reference import ScanKernel, ScanWork, Segments
 from longspan.planning.scan_plan import ScanPlan
@@ -33,7 +32,7 @@ from longspan.planning.steps import Moved, PlanStep
 from longspan.run.program import RankProgram, memory_for, part_of
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows
 from longspan.run.transports import Program
-from longspan.run.walk import PlanWalk
+from longspan.run.walk import PlanWalk, build_once
 from longspan.spans import Ints, steps_within
 
 # -- Walking a rank's steps of a scan plan: folds, and their transposes in backward ------------------------------------
@@ -216,17 +215,17 @@ def apply_dense_transposed(m: Tensor, gradient: Tensor) -> Tensor:
     return torch.matmul(m.mT, gradient)
 
 
-_programs: WeakKeyDictionary[ScanPlan, dict[tuple[int, str], RankProgram]] = WeakKeyDictionary()
+def program_of(plan: ScanPlan, rank: int, direction: str) -> RankProgram:
+    """Return the program of a rank's part of a scan plan, recorded at its first use."""
+    walk = StatesWalk if direction == "forward" else GradientsWalk
+    form = StateFormat(plan.sizes, getattr(torch, plan.dtype))
+    return build_once(plan, (rank, direction), lambda: walk(plan, rank, form).program())
 
 
 def scan(plan: ScanPlan, rank: int, direction: str, inputs: Sequence[Tensor], like: Tensor) -> Program[list[Tensor]]:
     """Run one rank's part of a scan plan; see the walks for its inputs and results. They have the dtype and device of
     `like`: a rank may have no inputs and still take part."""
-    cache = _programs.setdefault(plan, {})
-    if (rank, direction) not in cache:
-        walk = StatesWalk if direction == "forward" else GradientsWalk
-        cache[rank, direction] = walk(plan, rank, StateFormat(plan.sizes, like.dtype)).program()
-    program = cache[rank, direction]
+    program = program_of(plan, rank, direction)
     memory = memory_for(program, like.device)
     memory.tensors[: len(inputs)] = list(inputs)
     yield from program.run(memory, _launch_nothing, direction, rank)
@@ -262,6 +261,10 @@ class LocalSegments:
 
     @staticmethod
     def of(plan: ScanPlan, rank: int) -> LocalSegments:
+        return build_once(plan, rank, lambda: LocalSegments.build(plan, rank))
+
+    @staticmethod
+    def build(plan: ScanPlan, rank: int) -> LocalSegments:
         mine = plan.chains.of_rank(rank)
         batches = [plan.chains.batches[chain] for chain in mine[:, 0].tolist()]
         lengths = np.array([len(ranks) for ranks in plan.chains.ranks()], dtype=np.int64)
@@ -337,7 +340,7 @@ def _compute(
     """Return output, states that later segments need, entering states, maps that backward needs, and the number of the
     call."""
     local, device = ranks.local, work.tokens[0].device
-    entered, left = _indices(local, device)
+    entered, left = indices_of(ranks.plan, ranks.rank, device)
     states, kept, number = ranks.forward(*kernel.summary(replace(work, segments=local.segments.select(local.left))))
     entering = states if anchor is None else EnteringStates.apply(states, anchor)
     whole = states.new_zeros((len(local.segments), *states.shape[1:])).index_put((entered,), entering)
@@ -345,11 +348,16 @@ def _compute(
     return out, leaving[left], entering, kept, number
 
 
-@lru_cache(maxsize=16)
-def _indices(local: LocalSegments, device: torch.device) -> tuple[Tensor, Tensor]:
+def indices_of(plan: ScanPlan, rank: int, device: torch.device) -> tuple[Tensor, ...]:
     """Return the indices of segments that are entered and left, on the device."""
-    entered, left = (to_device(torch.from_numpy(which), device) for which in (local.entered, local.left))
-    return entered, left
+    local = LocalSegments.of(plan, rank)
+
+    def build() -> Copied:
+        return Copied(device, *(to_device(torch.from_numpy(which), device) for which in (local.entered, local.left)))
+
+    copied = build_once(plan, (rank, device), build)
+    copied.use()
+    return copied.tensors
 
 
 class Stash:

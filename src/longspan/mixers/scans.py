@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,15 +15,16 @@ from torch import Tensor
 from longspan import _torch
 from longspan.errors import PlanError
 from longspan.mixers.operators import OperatorCall, number_documents, run_operator
-from longspan.mixers.scan_kernels import OwnRecurrence, choose_scan_kernel
-from longspan.mixers.scan_reference import Recurrence, ScanWork, Segments
-from longspan.mixers.scan_run import LocalSegments, RankScan, spread
+from longspan.mixers.scan_kernels import OwnRecurrence, PackageScan, choose_scan_kernel, scan_kernel_named
+from longspan.mixers.scan_reference import LONG, Recurrence, ScanKernel, ScanWork, Segments, table_of
+from longspan.mixers.scan_run import LocalSegments, RankScan, indices_of, program_of, spread
 from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import StateSizes
 from longspan.run.agreement import SCAN, WIDTH, Record
 from longspan.run.group import Call
 from longspan.run.ops import rank_and_size, report_errors_in, run_program, safety_settings
-from longspan.run.relayout import Relayout
+from longspan.run.program import memory_for
+from longspan.run.relayout import Relayout, moves
 from longspan.run.transports import Loopback, Program
 from longspan.spans import Ints
 from longspan.validate import check_no_tangent, check_plain_numbers, check_sharding
@@ -164,16 +164,15 @@ def _run(
         return _run_alone(kernel_name, ScanWork(recurrence, tokens, shared, segments))
     check_plan(plan, recurrence, tokens, place)
     rank = 0 if place is None else place[0]
-    cache = _local_segments.setdefault(plan, {})
-    if rank not in cache:
-        cache[rank] = LocalSegments.of(plan, rank)
-    work = ScanWork(recurrence, tokens, shared, cache[rank].segments)
+    local = LocalSegments.of(plan, rank)
+    work = ScanWork(recurrence, tokens, shared, local.segments)
     kernel = choose_scan_kernel(kernel_name, work)
+    _last_kernels[plan.sizes, tokens[0].device] = kernel
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tokens, *shared, *recurrence.captured)
     )
     if not group:  # one rank, whose spans may be out of order
-        return spread(kernel, work, RankScan(plan, rank, cache[rank], _run_loopback, nullcontext), learns=needs_grad)
+        return spread(kernel, work, RankScan(plan, rank, local, _run_loopback, nullcontext), learns=needs_grad)
 
     def carry(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:
         """Run a rank's program over the group: one call in each direction."""
@@ -193,7 +192,7 @@ def _run(
         group_call = Call(plan.fingerprint, direction, steps, dtype, device, safety, record, call.name, number)
         return run_program(program, group, group_call)
 
-    ranks = RankScan(plan, rank, cache[rank], carry, partial(report_errors_in, group))
+    ranks = RankScan(plan, rank, local, carry, partial(report_errors_in, group))
     if plan.source is None:
         return spread(kernel, work, ranks, learns=needs_grad)
     carry(_no_messages(), "forward", 0)  # ranks agree before tokens move
@@ -203,7 +202,28 @@ def _run(
     return Relayout.apply(out, plan.layout, plan.source, process_group, 1)  # type: ignore[return-value]
 
 
-_local_segments: WeakKeyDictionary[ScanPlan, dict[int, LocalSegments]] = WeakKeyDictionary()
+_last_kernels: dict[tuple[StateSizes, torch.device], ScanKernel] = {}
+"""The kernel of the last call with states of these sizes on a device."""
+
+
+def prepare(plan: ScanPlan, rank: int, device: torch.device, kernel: str, *, backward: bool) -> None:
+    """Do what the first call with a plan does on a rank before its messages: record programs, build tables. A plan does
+    not tell its recurrence, so "auto" is the kernel of the last call with such states, and `reference` before."""
+    chosen = scan_kernel_named("reference" if kernel == "auto" else kernel)
+    if kernel == "auto":
+        chosen = _last_kernels.get((plan.sizes, device), chosen)
+    indices_of(plan, rank, device)
+    for direction in ("forward", "backward") if backward else ("forward",):
+        memory_for(program_of(plan, rank, direction), device)
+    if plan.source is not None:
+        moves(plan.source, plan.layout, rank)
+        moves(plan.layout, plan.source, rank)
+    local, shape = LocalSegments.of(plan, rank), (plan.sizes.batch, int(plan.layout.num_slots(rank)))
+    left = local.segments.select(local.left)
+    for segments in (local.segments, left):
+        chosen.prepare(segments, shape, device)
+    if isinstance(chosen, PackageScan) and not plan.sizes.dense:
+        table_of(left, shape, device, LONG)  # `diagonal_maps`
 
 
 def _run_loopback(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:  # noqa: ARG001

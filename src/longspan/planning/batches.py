@@ -90,7 +90,7 @@ class BatchStep:
     micro_batches: tuple[MicroBatch, ...]
 
     def of_rank(self, rank: int) -> BatchStep:
-        """Return the step as the group of this rank computes it: labels of all groups, micro-batches of its own."""
+        """Return the step with the micro-batches of this rank's group; `labels` still counts those of all groups."""
         return replace(
             self, micro_batches=tuple(m.groups[rank * len(m.groups) // m.ranks] if m.groups else m for m in self)
         )
@@ -144,7 +144,7 @@ class Batches(Sequence[BatchStep]):
             sizes = part[:, 0], part[:, 1], part[:, 2], count, count / max(labels, 1)
             return MicroBatch(*sizes, ranks, self.ranks_per_node, self.causal, groups)
 
-        packed = self._packed(parts, num_groups)
+        packed = self._pack(parts, num_groups)
         if num_groups == 1:
             return BatchStep(number, labels, tuple(make(part, self.ranks) for part in packed))
         micro_batches = list[MicroBatch]()
@@ -154,7 +154,7 @@ class Batches(Sequence[BatchStep]):
             micro_batches.append(make(np.concatenate(own), self.ranks, groups))
         return BatchStep(number, labels, tuple(micro_batches))
 
-    def _packed(self, parts: Ints, num_groups: int) -> list[Ints]:
+    def _pack(self, parts: Ints, num_groups: int) -> list[Ints]:
         """Return the parts of each group of each micro-batch: as few micro-batches as hold the tokens, of about equal
         cost. Groups wait for each other, so those of one micro-batch are next to each other by cost."""
         most = self.ranks_per_group * self.tokens_per_rank
@@ -202,13 +202,13 @@ class Batches(Sequence[BatchStep]):
                 labels += count
             if step.labels != labels:
                 raise PlanError(f"step {step.number} must have {labels} labels, but has {step.labels}.")
-        found = np.concatenate(pieces)
-        found = found[np.lexsort((found[:, 1], found[:, 0]))]
-        if not np.array_equal(found, wanted[:, :3]):
-            least, parts = (np.bincount(rows[:, 0], minlength=len(self.lengths)) for rows in (wanted, found))
-            tokens = np.bincount(found[:, 0], weights=found[:, 2], minlength=len(self.lengths))
+        covered = np.concatenate(pieces)
+        covered = covered[np.lexsort((covered[:, 1], covered[:, 0]))]
+        if not np.array_equal(covered, wanted[:, :3]):
+            least, parts = (np.bincount(rows[:, 0], minlength=len(self.lengths)) for rows in (wanted, covered))
+            tokens = np.bincount(covered[:, 0], weights=covered[:, 2], minlength=len(self.lengths))
             wrong = np.flatnonzero((tokens != self.lengths) | (parts != least))
-            which = int(wrong[0]) if len(wrong) else int(found[(found != wanted[:, :3]).any(axis=1)][0, 0])
+            which = int(wrong[0]) if len(wrong) else int(covered[(covered != wanted[:, :3]).any(axis=1)][0, 0])
             raise PlanError(
                 f"document {which} must have each of its {int(self.lengths[which])} tokens once, in {int(least[which])}"
                 f" parts, but has {int(tokens[which])} tokens in {int(parts[which])} parts."
@@ -261,23 +261,26 @@ def batches(
     """
     where = "batches()"
     sizes = np.diff(document_edges(lengths))
-    check_int(ranks, "ranks", where, PlanError, low=1)
-    check_int(tokens_per_rank, "tokens_per_rank", where, PlanError, low=1)
-    check_int(ranks_per_node, "ranks_per_node", where, PlanError, low=1)
-    check_int(start, "start", where, PlanError)
+    ranks = check_int(ranks, "ranks", where, PlanError, low=1)
+    tokens_per_rank = check_int(tokens_per_rank, "tokens_per_rank", where, PlanError, low=1)
+    ranks_per_node = check_int(ranks_per_node, "ranks_per_node", where, PlanError, low=1)
+    start = check_int(start, "start", where, PlanError)
     if ranks_per_group is None:
         ranks_per_group = ranks
-    if ranks % check_int(ranks_per_group, "ranks_per_group", where, PlanError, low=1):
+    ranks_per_group = check_int(ranks_per_group, "ranks_per_group", where, PlanError, low=1)
+    if ranks % ranks_per_group:
         raise PlanError(
             f"ranks_per_group must be a divisor of ranks, {ranks}, but got {ranks_per_group}. Groups have equal sizes."
         )
     most = ranks_per_group * tokens_per_rank
     if tokens_per_step is None:
         tokens_per_step = ranks * tokens_per_rank
-    check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
+    tokens_per_step = check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
     if too_long not in ("refuse", "cut"):
         raise PlanError(f"too_long must be 'refuse' or 'cut', but got {truncated_repr(too_long)}.")
-    numbers = shuffled(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
+    numbers = (
+        shuffled_numbers(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
+    )
     if numbers.shape != sizes.shape or not np.array_equal(np.sort(numbers), np.arange(len(sizes))):
         raise PlanError(
             f"order must have each of the numbers 0 to {len(sizes) - 1} once, but got {truncated_repr(order)}. To leave"
@@ -296,7 +299,7 @@ def batches(
     return Batches(parts, np.array(edges, dtype=np.int64), steps[start:], *fixed)
 
 
-def shuffled(num: int, seed: int) -> Ints:
+def shuffled_numbers(num: int, seed: int) -> Ints:
     """Return the numbers below `num` in an order that depends on the seed alone, not on the version of numpy."""
     x = np.arange(num, dtype=np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)

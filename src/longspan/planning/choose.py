@@ -85,6 +85,9 @@ LARGE = 6e-3
 than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
 MAX_STAGED = 256
 """Ranks up to which stages are compared: simulating them takes longer than the other schemes."""
+STAGED_GAIN = 0.15
+"""Where kernels take longer than `LARGE`, stages are estimated if their lower bound is below the best time by this
+share. A smaller difference is mostly unequal work, which stages do not hide."""
 MAX_RING = 128
 """Ranks of a ring up to which all of them are estimated: their steps grow with the square."""
 GAIN = 0.02
@@ -127,8 +130,8 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
         moments += [(running[number], inside or tables) for number, step in enumerate(backward) if step.computes]
         worst = max(worst, *((int(a), b) for a, b in moments), key=sum)
     peak, ahead, inside = (max(column) for column in zip(*rows, strict=True))
-    time = estimated(candidate, machine, keep=keep)
-    received = sum(candidate.received(direction, keep=keep) for direction in ("forward", "backward"))
+    time = estimate_scheme(candidate, machine, keep=keep)
+    received = sum(candidate.received_bytes(direction, keep=keep) for direction in ("forward", "backward"))
     return Reason(
         candidate.name, time.forward, time.backward, int(np.max(received)), int(peak), ranks=tuple(ranks),
         host_seconds=time.host_seconds, workspace_bytes=None if inside < 0 else int(inside),
@@ -136,15 +139,15 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
     )  # fmt: skip
 
 
-def estimated(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
+def estimate_scheme(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
     """Return the scheme's times: of all ranks, or of the busiest for a long ring and planners without a layer."""
     known, key = candidate.problem.estimates, (candidate.name, machine, keep)
     if key not in known:
-        known[key] = _estimated(candidate, machine, keep=keep)
+        known[key] = _estimate_scheme(candidate, machine, keep=keep)
     return known[key]
 
 
-def _estimated(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
+def _estimate_scheme(candidate: Scheme, machine: Machine, *, keep: bool) -> Estimate:
     groups = candidate.problem.layout.world_size // candidate.heads
     if candidate.inner in LAYERS and (candidate.inner is not PLANNERS["ring"] or groups <= MAX_RING):
         return estimate(candidate, machine, keep=keep)
@@ -284,16 +287,18 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
     first, *others = (scheme(name, problem) for name in candidates(problem))
     if problem.num_stages == 1:  # then an exchange moves no more than an all-gather, in as many steps
         others = [other for other in others if other.inner is not PLANNERS["all_gather"]]
-    if floor.seconds(first) > LARGE:
+    is_large = floor.seconds(first) > LARGE
+    if is_large:
         size, most = problem.layout.world_size, max((o.heads for o in others if o.name != "all_to_all"), default=1)
         others = [o for o in others if o.heads in (1, most, size) or o.heads % machine.node == 0]
-        others = [o for o in others if o.inner is not PLANNERS["staged"]]  # kernels this long hide messages
-    times = [(estimated(first, machine, keep=keep), first)]
+    times = [(estimate_scheme(first, machine, keep=keep), first)]
     best = times[0][0].seconds
     for bound, other in sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0]):
         if bound > best - min(GAIN * best, WORTH):
             break
-        times.append((estimated(other, machine, keep=keep), other))
+        if is_large and other.inner is PLANNERS["staged"] and bound > (1 - STAGED_GAIN) * best:
+            continue
+        times.append((estimate_scheme(other, machine, keep=keep), other))
         best = min(best, times[-1][0].seconds)
     tied = [pair for pair in times if pair[0].seconds <= (1 + TIE) * best]
     return min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)[1]  # the first of equals

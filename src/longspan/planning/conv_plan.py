@@ -12,8 +12,10 @@ position 5 of rank 1. Its rows as the convolution takes them, with `.` for rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -67,6 +69,9 @@ class ConvPlan(Handled):
     edges: tuple[Ints, ...]
     """For each batch row, or once for all, 0 and the end of each document."""
     width: int
+
+    prepare: ClassVar[Callable[..., None]]
+    """`plan.prepare(rank, device)`, as that of a plan of attention."""
 
     @property
     def layout(self) -> Layout:

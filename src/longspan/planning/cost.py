@@ -51,7 +51,7 @@ def piece_bytes(pieces: list[Piece], sizes: Sizes) -> list[int]:
     return num_bytes
 
 
-def received(steps: tuple[Step, ...], rank: int, sizes: Sizes) -> int:
+def received_bytes(steps: tuple[Step, ...], rank: int, sizes: Sizes) -> int:
     """Return the bytes that the rank receives."""
     return sum(piece_bytes([t.piece for step in steps for t in step.transfers if t.dst == rank], sizes))
 
@@ -304,7 +304,7 @@ def live_bytes(
             keys = _uses_of(steps, Role.KV, own, layout.seq_len)
             _add_key_gradients(change, once, keys, steps, rank, sizes, num_own)
     live = np.cumsum(change[:size]) + once
-    if direction == "backward":  # before the first step: products of the output and its gradient, for their sums
+    if direction == "backward":  # before the first step, on CPUs: products of the output and its gradient
         products = int(layout.num_slots(rank)) * sizes.batch * sizes.q_heads * sizes.v_head_dim * max(sizes.itemsize, 4)
         live[0] = max(live[0], sum(piece_bytes(list(kept), sizes)) + products)
     return live

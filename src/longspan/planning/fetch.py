@@ -64,7 +64,7 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int, *, by_owner
     """
     rows, owners, seq_len = layout.table, layout.by_position, layout.seq_len
     if node >= layout.world_size:
-        near = _by_owner(needed, owners, stages) if by_owner else staged(needed, rows, seq_len, stages)
+        near = _by_owner(needed, owners, stages) if by_owner else split_in_stages(needed, rows, seq_len, stages)
         return Fetch(near, np.empty((0, 5), dtype=np.int64), needed[:0])
     i, j = join(needed[:, :2], owners[:, :2])
     cut = np.stack(
@@ -73,12 +73,12 @@ def plan_fetch(needed: Ints, layout: Layout, node: int, stages: int, *, by_owner
     is_far = owners[j, 2] // node != cut[:, 2] // node
     remote = by_taker(cut[is_far], seq_len)
     near = by_taker(cut[~is_far], seq_len)
-    near = _by_owner(near, owners, stages) if by_owner else staged(near, rows, seq_len, stages)
+    near = _by_owner(near, owners, stages) if by_owner else split_in_stages(near, rows, seq_len, stages)
     nodes, node_rows = remote.copy(), rows.copy()
     nodes[:, 2] //= node
     node_rows[:, 2] //= node
     # Stages times ports equal shares: consecutive shares of a stage enter through consecutive ports.
-    far = staged(by_taker(nodes, seq_len), node_rows, seq_len, stages * node)
+    far = split_in_stages(by_taker(nodes, seq_len), node_rows, seq_len, stages * node)
     port = far[:, TAKER] * node + far[:, STAGE] % node
     return Fetch(near, np.column_stack((far[:, :STAGE], far[:, STAGE] // node, port)), remote)
 
@@ -112,7 +112,7 @@ def _from_line(line: Ints, seq_len: int) -> Ints:
     return np.column_stack((on_one_line(line, -taker, seq_len), taker))
 
 
-def staged(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
+def split_in_stages(rows: Ints, held: Ints, seq_len: int, count: int) -> Ints:
     """Return (start, stop, taker, share): every taker's rows cut into `count` equal shares, starting before its own."""
     rows = rows[rows[:, 1] > rows[:, 0]]  # a sequence of no tokens needs nothing
     if count == 1 or not len(rows):

@@ -29,12 +29,8 @@ True
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,9 +39,6 @@ from longspan.planning.cost import BATCH, KV_HEADS, KV_TOKENS, Q_HEADS, Q_TOKENS
 from longspan.planning.machine import Machine
 from longspan.planning.steps import Role, Sizes, Step
 from longspan.spans import check_int
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 TABLE_LIMIT = 64 << 20
 _table_limit = TABLE_LIMIT
@@ -63,49 +56,6 @@ def set_table_limit(num_bytes: int = TABLE_LIMIT) -> None:
     """
     global _table_limit
     _table_limit = check_int(num_bytes, "num_bytes", "set_table_limit()", PlanError)
-
-
-def keep_recent(least: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Cache the results of a function, tables on a device: those used last, up to `table_limit()` bytes, but at least
-    `least` of them, so that a plan with large tables does not build them again in every layer."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        entries: OrderedDict[Any, tuple[T, int]] = OrderedDict()
-        lock = threading.RLock()
-        total = 0
-
-        @wraps(function)
-        def cached(*args: P.args, **kwargs: P.kwargs) -> T:
-            nonlocal total
-            with lock:
-                key = args, tuple(kwargs.items())
-                if key in entries:
-                    entries.move_to_end(key)
-                    return entries[key][0]
-                value = function(*args, **kwargs)
-                entries[key] = value, _num_bytes(value)
-                total += entries[key][1]
-                while total > table_limit() and len(entries) > least:
-                    total -= entries.popitem(last=False)[1][1]
-                return value
-
-        def cache_clear() -> None:
-            nonlocal total
-            with lock:
-                entries.clear()
-                total = 0
-
-        cached.cache_clear = cache_clear  # pyright: ignore[reportAttributeAccessIssue]
-        return cached
-
-    return decorate
-
-
-def _num_bytes(value: Any) -> int:
-    """Return the bytes of all arrays and tensors in tuples and dataclasses."""
-    if is_dataclass(value):
-        value = tuple(getattr(value, field.name) for field in fields(value))
-    return sum(map(_num_bytes, value)) if isinstance(value, tuple) else getattr(value, "nbytes", 0)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
 
 
 BLOCK = 128
@@ -127,7 +77,7 @@ class LaunchShape:
     width: int
     itemsize: int
 
-    def padded(self, rows: int) -> int:
+    def padded_rows(self, rows: int) -> int:
         """Return the rows of all batch rows in a float32 buffer."""
         return self.batch * (_up(rows, BLOCK) if self.slices == 1 else rows + BLOCK * self.slices)
 
@@ -139,7 +89,7 @@ def _up(value: int, multiple: int) -> int:
 def _fa2(launch: LaunchShape, splits: int) -> int:
     wide = _up(launch.width, 32 if launch.width <= 128 else 64)
     rows, cols = launch.batch * launch.rows, launch.batch * launch.cols
-    sums = launch.padded(launch.rows) * launch.q_heads * (splits * wide + 1) * 4
+    sums = launch.padded_rows(launch.rows) * launch.q_heads * (splits * wide + 1) * 4
     grouped = 2 * cols * launch.q_heads * launch.width * launch.itemsize
     is_copied = launch.q_heads > 1 or launch.slices > 1  # a single head is contiguous
     copies = rows * launch.q_heads * (2 * launch.width * launch.itemsize * is_copied + 4)
@@ -148,8 +98,8 @@ def _fa2(launch: LaunchShape, splits: int) -> int:
 
 def _fa3(launch: LaunchShape, splits: int) -> int:  # noqa: ARG001 (deterministic: semaphores, a few bytes)
     wide = _up(launch.width, 32)
-    sums = launch.padded(launch.rows) * launch.q_heads * (wide + 2) * 4
-    grouped = 2 * launch.padded(launch.cols) * launch.kv_heads * wide * 4
+    sums = launch.padded_rows(launch.rows) * launch.q_heads * (wide + 2) * 4
+    grouped = 2 * launch.padded_rows(launch.cols) * launch.kv_heads * wide * 4
     return sums + (grouped if launch.q_heads != launch.kv_heads else 0)
 
 
@@ -240,7 +190,7 @@ VECTOR = 8
 """GPU kernels read this many features at once: heads are padded to a multiple of it."""
 
 
-def launched(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
+def largest_launches(steps: tuple[Step, ...], sizes: Sizes) -> list[LaunchShape]:
     """Return the largest launch of every compute and window."""
     computes = [compute for step in steps for compute in step.computes]
     if not computes:
@@ -269,7 +219,7 @@ def workspace_bytes(
         return 0
     workspaces = [
         workspace_of(machine.kernel, launch, "backward", machine.slots, deterministic=deterministic) or 0
-        for launch in launched(backward, sizes)
+        for launch in largest_launches(backward, sizes)
     ]
     return max(workspaces, default=0)
 

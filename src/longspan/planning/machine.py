@@ -49,7 +49,8 @@ def _check_numbers(value: Link | Tiling | Machine, where: str) -> None:
         number, name = getattr(value, field.name), field.name
         may_be_zero = name in _MAY_BE_ZERO
         if field.type == "int":
-            check_int(number, name, where, PlanError, low=0 if may_be_zero else 1)
+            number = check_int(number, name, where, PlanError, low=0 if may_be_zero else 1)
+            object.__setattr__(value, name, number)  # numpy's would overflow
         elif field.type == "float":
             is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
             if not is_number or number < 0 or (number == 0 and not may_be_zero):
@@ -208,7 +209,7 @@ class Work:
         return self.ops * machine.launch_seconds + self.messages * machine.message_seconds
 
 
-def queued_at(works: list[Work], machine: Machine) -> list[float]:
+def queue_times(works: list[Work], machine: Machine) -> list[float]:
     """Return when the host has queued each step, counted from the beginning of the call."""
     return list(accumulate((work.host_seconds(machine) for work in works), initial=machine.call_seconds))[1:]
 
@@ -387,7 +388,7 @@ def rank_times(
     np.add.at(ports, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])
     end, queued = 0.0, machine.call_seconds
     for work, move, queued in zip(
-        works, machine.link_seconds(ports.max(axis=2)).tolist(), queued_at(works, machine), strict=True
+        works, machine.link_seconds(ports.max(axis=2)).tolist(), queue_times(works, machine), strict=True
     ):
         pack, compute, unpack = work.parts(machine, direction)
         end = max(end + pack + max(compute, move) + unpack, queued)
@@ -416,7 +417,7 @@ def rank_times(
 #     b200-flex    flex, Triton   FA4 / 2.4 forward, / 2.1 backward         PyTorch's post on flex with FA4 (1.6 to 3.2
 #                                                                           and 1.85 to 2.3)
 #
-# FA4 runs on Hopper too; no published figure was found for it there, so there is no such machine.
+# FA4 runs on Hopper too, but no figure was published for it there, so there is no such machine.
 #
 # Cards without NVLink (l40s, rtx4090, a6000, rtx6000ada): peak, memory and PCIe 4 are the data sheets'. Shares of peak
 # are those of FA2 and of products on an A100, and the network between nodes is assumed: none of it was compared with a

@@ -12,12 +12,12 @@ from longspan._compile import Handled, opaque
 from longspan.errors import PlanError
 from longspan.formatting import bytes_text
 from longspan.layouts import Layout
-from longspan.layouts.layout import carried, other_tokens
+from longspan.layouts.layout import carried_layout_of, other_tokens
 from longspan.masks import Mask
 from longspan.masks.mask import MaskKey
 from longspan.planning.backward_plan import reverse
 from longspan.planning.choose import REASON_HEAD, Reason, choose, compare, device_bytes, judge
-from longspan.planning.cost import peak_bytes, received
+from longspan.planning.cost import peak_bytes, received_bytes
 from longspan.planning.kernel_memory import about_kernel, table_limit, why_not
 from longspan.planning.machine import Machine
 from longspan.planning.planners import Scheme, scheme
@@ -84,7 +84,7 @@ class Plan(Handled):
         """
         for value in cut:
             known = value if isinstance(value, Layout) else getattr(value, "layout", None)
-            known = known if isinstance(known, Layout) else getattr(carried(value), "layout", None)
+            known = known if isinstance(known, Layout) else getattr(carried_layout_of(value), "layout", None)
             if known is None:
                 raise PlanError(
                     f"plan.check takes batches, tensors or plans with a known layout, but got {type(value).__name__}"
@@ -150,7 +150,7 @@ class Plan(Handled):
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
         """Return the bytes that the rank receives in one pass."""
-        return received(self.steps(rank, direction), rank, self.sizes)
+        return received_bytes(self.steps(rank, direction), rank, self.sizes)
 
     def peak_bytes(self, rank: int) -> int:
         """Return the most memory that the rank needs at any step beyond its own q, k, v, results and gradients."""

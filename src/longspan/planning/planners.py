@@ -19,9 +19,9 @@ from longspan.layouts import Layout
 from longspan.masks import Plane
 from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
-from longspan.planning.cost import received
+from longspan.planning.cost import received_bytes
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
-from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, in_rows, lanes_of
+from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, cut_to_rows, lanes_of
 from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
 from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line, union
 
@@ -88,7 +88,7 @@ def _fetch_steps(
     for lane, fetch in zip(problem.lanes, fetches, strict=True):
         for (step, src, dst, until, early, back), rows in moves(fetch, layout, node, rank, stages, ahead).items():
             transfers[step].append(Transfer(src, dst, lane.kv(rows), until, Recall.AGAIN, early, back))
-        by_step = [problem.held(rank), *arrivals(fetch, node, rank, num_steps)[1:]]
+        by_step = [problem.held_rows(rank), *arrivals(fetch, node, rank, num_steps)[1:]]
         number = np.repeat(np.arange(num_steps), [len(rows) for rows in by_step])
         arrived.append(by_position(np.column_stack((np.concatenate(by_step), number))))
     computes = problem.computes(rank, arrived, num_steps)
@@ -140,7 +140,7 @@ def _chunk_computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[i
     for part in lane.parts:
         by_pair: dict[tuple[int, int], list[Ints]] = {}
         for kind, bands in enumerate((part.plane.sure, part.plane.maybe)):
-            cut = bd.tighten(cells(in_rows(bands, mine)[0], chunks.rows))
+            cut = bd.tighten(cells(cut_to_rows(bands, mine)[0], chunks.rows))
             numbers = cut[:, [bd.Q0, bd.K0]] // chunks.length
             order = np.lexsort((numbers[:, 1], numbers[:, 0]))
             keys, first = np.unique(numbers[order], axis=0, return_index=True)
@@ -302,7 +302,7 @@ def _cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
         return 0
     if share == 1:
         return int(rows[-1, 1])
-    pieces, at = in_rows(bands, rows)
+    pieces, at = cut_to_rows(bands, rows)
     work = np.zeros(len(rows), dtype=np.int64)
     np.add.at(work, at, bd.area(pieces))
     target = share * int(work.sum())
@@ -362,7 +362,7 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
                     continue
                 key = id(rows), src
                 if key not in held:
-                    held[key] = as_spans(intersect(rows, problem.held(src)))
+                    held[key] = as_spans(intersect(rows, problem.held_rows(src)))
                 if not held[key]:
                     continue
                 mine = Piece(role, held[key], of_heads, batch)
@@ -375,7 +375,7 @@ def hybrid(slices: Slices, rank: int, inner: Planner) -> tuple[Step, ...]:
 
 def alone(problem: Problem, rank: int) -> tuple[Step, ...]:
     """Plan one step in which a group that holds everything computes everything: the inner planner of all-to-all."""
-    held = problem.held(rank)
+    held = problem.held_rows(rank)
     rows = np.column_stack((held, np.zeros(len(held), dtype=np.int64)))
     return (Step((), tuple(problem.computes(rank, (rows,) * len(problem.lanes), 1)[0])),)
 
@@ -392,7 +392,7 @@ def _slice_inputs(slices: Slices, taker: int) -> list[tuple[Role, Ints, Span, Sp
     for lane in problem.lanes:
         inputs += [(Role.Q, problem.attending(part, group), part.q_heads, lane.batch) for part in lane.parts]
         is_alone = slices.groups.world_size == 1
-        rows = problem.needed_rows(lane) if is_alone else problem.held(group)
+        rows = problem.needed_rows(lane) if is_alone else problem.held_rows(group)
         inputs.append((Role.KV, rows, lane.kv_heads, lane.batch))
     return inputs
 
@@ -419,7 +419,7 @@ class Volume:
     def zeros(size: int) -> Volume:
         return Volume(*(np.zeros(size, dtype=np.int64) for _ in fields(Volume)))
 
-    def received(self, sizes: Sizes, direction: str, *, keep: bool) -> Ints:
+    def received_bytes(self, sizes: Sizes, direction: str, *, keep: bool) -> Ints:
         """Return the bytes that each rank receives in one pass; backward is forward reversed."""
         kv, q = sizes.row_bytes(Role.KV), sizes.row_bytes(Role.Q)
         if direction == "forward":
@@ -581,16 +581,16 @@ class Scheme:
     def _volume(self) -> Volume:
         return hybrid_volume(self.slices, VOLUMES[self.inner])
 
-    def received(self, direction: str, *, keep: bool) -> Ints:
+    def received_bytes(self, direction: str, *, keep: bool) -> Ints:
         """Return the bytes that each rank receives in one pass."""
         sizes = self.problem.sizes
         if self.inner in VOLUMES and self.problem.chunks is None:
-            return self._volume.received(sizes, direction, keep=keep)
+            return self._volume.received_bytes(sizes, direction, keep=keep)
         num_bytes: list[int] = []
         for rank in range(self.problem.layout.world_size):
             steps = self.steps(rank)
             steps = steps if direction == "forward" else reverse(steps, rank, keep=keep)[0]
-            num_bytes.append(received(steps, rank, sizes))
+            num_bytes.append(received_bytes(steps, rank, sizes))
         return np.array(num_bytes, dtype=np.int64)
 
     def schedule(self) -> Schedule:

@@ -259,7 +259,7 @@ class Problem:
         tables: list[Ints] = []
         for lane in self.lanes:
             rows = self.chunks.rows
-            bands = np.concatenate([bd.tighten(cells(in_rows(p.plane.region, rows)[0], rows)) for p in lane.parts])
+            bands = np.concatenate([bd.tighten(cells(cut_to_rows(p.plane.region, rows)[0], rows)) for p in lane.parts])
             numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // self.chunks.length, axis=0, return_inverse=True)
             ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
             np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
@@ -278,7 +278,7 @@ class Problem:
                 np.add.at(pairs, rank, bd.area(pieces) * (len(part.q_heads) * rows))
         return pairs
 
-    def held(self, rank: int) -> Ints:
+    def held_rows(self, rank: int) -> Ints:
         """Return the rank's (start, stop) rows, sorted by position."""
         key = "held", id(self.layout), rank
         if key not in self.known:
@@ -288,7 +288,7 @@ class Problem:
     @cached_property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
         """Every rank's own K and V, lane by lane; empty for a rank without tokens."""
-        rows = [self.held(rank) for rank in range(self.layout.world_size)]
+        rows = [self.held_rows(rank) for rank in range(self.layout.world_size)]
         return tuple(tuple(lane.kv(held) for lane in self.lanes) if len(held) else () for held in rows)
 
     def computes(self, rank: int, arrived: Sequence[Ints], num_steps: int) -> list[list[Compute]]:
@@ -325,7 +325,7 @@ class Problem:
         key = id(part.plane), id(part.q_rows)
         if key not in self.known:
             q_rows = by_position(part.q_rows)
-            pieces, row = in_rows(part.plane.region, q_rows)
+            pieces, row = cut_to_rows(part.plane.region, q_rows)
             self.known[key] = pieces, q_rows[row, 2], part  # which must live as long as its ids are used
         return self.known[key][:2]
 
@@ -334,7 +334,7 @@ class Problem:
         key = id(part.plane), id(part.q_rows), rank
         if key not in self.known:
             mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
-            bands = (in_rows(rows, mine)[0] for rows in (part.plane.sure, part.plane.maybe))
+            bands = (cut_to_rows(rows, mine)[0] for rows in (part.plane.sure, part.plane.maybe))
             self.known[key] = *bands, part  # which must live as long as its ids are used
         return self.known[key][:2]
 
@@ -347,7 +347,7 @@ class Problem:
         return self.known[key][0]
 
 
-def in_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
+def cut_to_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
     """Return bands cut to query rows (sorted by position, disjoint), and for each piece the row it lies in."""
     i, j = join(bands[:, :2], q_rows)
     pieces = bands[i].copy()
@@ -369,7 +369,7 @@ def cells(bands: Ints, kv_rows: Ints) -> Ints:
     pieces = np.column_stack((bands[i], kv_rows[j, 2:]))
     pieces[:, bd.K0] = np.maximum(pieces[:, bd.K0], kv_rows[j, 0])
     pieces[:, bd.K1] = np.minimum(pieces[:, bd.K1], kv_rows[j, 1])
-    return bd.occupied(pieces)
+    return bd.drop_empty(pieces)
 
 
 def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:

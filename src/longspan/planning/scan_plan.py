@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,14 +168,14 @@ def build_draft(name: str, chains: Chains, node: int) -> Draft:
 #     backward   step 0  2 ── dstate[0:2] ──► 1     step 1  1 splits it, 1 ── dstate[0:1] ──► 0         step 2
 
 
-def transposed(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
+def transpose_steps(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
     """Return one rank's backward steps from its forward steps.
 
     >>> from longspan.planning.scan_steps import Fold
     >>> state, mapped, whole = map(ChainPiece.parse, ("state[0:1]c0b0:1", "map[1:2]c0b0:1", "state[0:2]c0b0:1"))
     >>> came = StateTransfer(0, 1, state, 2)
     >>> went = StateTransfer(1, 2, whole, 2)
-    >>> for step in transposed((ScanStep((came,)), ScanStep((went,), (Fold(1, state, mapped),)), ScanStep())):
+    >>> for step in transpose_steps((ScanStep((came,)), ScanStep((went,), (Fold(1, state, mapped),)), ScanStep())):
     ...     print(step.transfers, step.computes)
     (2>1 dstate[0:2]c0b0:1,) ()
     (1>0 dstate[0:1]c0b0:1,) (fold state[0:1]c0b0:1 map[1:2]c0b0:1,)
@@ -350,6 +351,9 @@ class ScanPlan:
     source: Layout | None = None
     """The layout of tokens before a relayout; None: tokens are not moved."""
 
+    prepare: ClassVar[Callable[..., None]]
+    """`plan.prepare(rank, device)`, as that of a plan of attention."""
+
     @property
     def layout(self) -> Layout:
         """The layout of tokens while the recurrence is computed."""
@@ -370,7 +374,7 @@ class ScanPlan:
             raise PlanError(f"direction must be 'forward' or 'backward', but got {direction!r}.")
         if rank not in self._steps:
             forward = self.draft.steps(rank)
-            self._steps[rank] = forward, transposed(forward)
+            self._steps[rank] = forward, transpose_steps(forward)
         return self._steps[rank][direction == "backward"]
 
     def kept(self, rank: int) -> tuple[ChainPiece, ...]:

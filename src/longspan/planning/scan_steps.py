@@ -18,7 +18,7 @@ import numpy as np
 from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.planning.steps import AnySchedule, parse_text
-from longspan.spans import Ints, Span, check_int, parsed_number, run_table, truncated_repr
+from longspan.spans import Ints, Span, check_int, parse_number, run_table, truncated_repr
 
 # -- Pieces, folds, transfers and steps --------------------------------------------------------------------------------
 # The tokens of a document that lie together on a rank are a *segment*, and the segments of a document in order are its
@@ -68,7 +68,8 @@ class StateSizes:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "dense" else 1
-            check_int(getattr(self, name), name, "scan plan", ScheduleError, low=low, high=MAX_FEATURES)
+            number = check_int(getattr(self, name), name, "scan plan", ScheduleError, low=low, high=MAX_FEATURES)
+            object.__setattr__(self, name, number)  # numpy's would overflow
         rows, cols = self.map_rows, self.map_cols
         is_diagonal = rows in (1, self.keys) and cols in (1, self.values)
         if not (rows == cols == self.keys if self.dense else is_diagonal):
@@ -138,7 +139,7 @@ class ChainPiece:
         if role not in set(ScanRole) or not batch:
             raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
         span = Span.parse(segments)
-        number = parsed_number(chain, form, text, ScheduleError)
+        number = parse_number(chain, form, text, ScheduleError)
         return ChainPiece(ScanRole(role), number, span.start, span.stop, Span.parse(batch))
 
 
@@ -191,7 +192,7 @@ class StateTransfer:
         form = "a transfer of states is written SRC>DST PIECE"
         ends, _, piece = text.partition(" ")
         src, _, dst = ends.partition(">")
-        numbers = [parsed_number(part, form, text, ScheduleError) for part in (src, dst)]
+        numbers = [parse_number(part, form, text, ScheduleError) for part in (src, dst)]
         return StateTransfer(numbers[0], numbers[1], ChainPiece.parse(piece), until)
 
 

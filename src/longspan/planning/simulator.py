@@ -19,7 +19,7 @@ from typing import Any
 
 from longspan.errors import ScheduleError
 from longspan.planning.cost import peak_bytes
-from longspan.planning.machine import Machine, queued_at, steps_work
+from longspan.planning.machine import Machine, queue_times, steps_work
 from longspan.planning.scan_plan import held_bytes, step_seconds, step_work
 from longspan.planning.scan_steps import ScanSchedule
 from longspan.planning.steps import Schedule, table
@@ -119,7 +119,7 @@ class _Simulation:
                 works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
                 busy = [work.parts(machine, schedule.direction) for work in works]
             self.busy.append(busy)
-            self.queued.append(queued_at(works, machine))
+            self.queued.append(queue_times(works, machine))
 
     def _peak_bytes(self, rank: int) -> int:
         schedule = self.schedule

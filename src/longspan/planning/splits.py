@@ -74,8 +74,8 @@ def static_groups(lengths: Ints, dp: int, most: int, rule: str) -> list[Ints]:
         groups[chosen].append(length)
         tokens[chosen] += length
         pairs[chosen] += length * (length + 1) / 2
-    made = [np.array(group, dtype=np.int64) for group in groups if group]
-    return sorted(made, key=lambda group: -float((group.astype(np.float64) ** 2).sum()))
+    filled = [np.array(group, dtype=np.int64) for group in groups if group]
+    return sorted(filled, key=lambda group: -float((group.astype(np.float64) ** 2).sum()))
 
 
 def static_layouts(lengths: Ints, dp: int, cp: int, most: int, rule: str) -> Iterator[tuple[Ints, Layout]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 from longspan.errors import LongspanError, PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.masks import Band
-from longspan.spans import Span, check_int, checked_text, parsed_number, truncated_repr
+from longspan.spans import Span, check_int, check_text, parse_number, truncated_repr
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of dtypes by name, since planning does not import torch."""
@@ -77,7 +77,8 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             low = 0 if name == "v_head_dim" else 1
-            check_int(getattr(self, name), name, "plan", ScheduleError, low=low, high=MAX_SIZE)
+            number = check_int(getattr(self, name), name, "plan", ScheduleError, low=low, high=MAX_SIZE)
+            object.__setattr__(self, name, number)  # numpy's would overflow
         if self.q_heads % self.kv_heads:
             raise ScheduleError(
                 f"q_heads must be a multiple of kv_heads, but got q_heads = {self.q_heads} and kv_heads ="
@@ -222,7 +223,7 @@ class Transfer:
         form = "a transfer is written SRC>DST PIECE until STEP RECALL, with `early STEPS back STEPS` after it if not 0"
         if recall not in set(Recall):
             raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
-        counts = [parsed_number(part, form, text, ScheduleError) for part in (src, dst, until, early, back)]
+        counts = [parse_number(part, form, text, ScheduleError) for part in (src, dst, until, early, back)]
         return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall), *counts[3:])
 
 
@@ -403,7 +404,7 @@ def parse_text(
     text: str, kind: str, sizes_type: type[S], parse_item: Callable[[str, int, Layout, S], Any]
 ) -> tuple[str, str, Layout, S, Ranks]:
     """Return the scheme, direction, layout, sizes and ranks of a schedule text; `parse_item` parses one line."""
-    lines = checked_text(text, f"a {kind}", ScheduleError).strip("\n").split("\n")
+    lines = check_text(text, f"a {kind}", ScheduleError).strip("\n").split("\n")
     long = next((i for i, line in enumerate(lines) if len(line) > MAX_LINE), None)
     if long is not None:
         raise ScheduleError(
@@ -418,7 +419,7 @@ def parse_text(
     pairs = [word.partition("=") for word in words[3:]]
     if words[0] != kind or sorted(name for name, _, _ in pairs) != sorted(names):
         raise ScheduleError(f"{form}, but got {truncated_repr(lines[0])}.")
-    sizes = sizes_type(**{name: parsed_number(value, form, lines[0], ScheduleError) for name, _, value in pairs})
+    sizes = sizes_type(**{name: parse_number(value, form, lines[0], ScheduleError) for name, _, value in pairs})
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
     try:
         layout = Layout.parse("\n".join(lines[1:first]))

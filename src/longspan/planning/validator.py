@@ -2,9 +2,8 @@
 
 It follows the meaning of the instructions and does not depend on planners. It proves that sends and receives are the
 same lists; that both ends wait for every message; that nothing is used before it arrives or after it is released; that
-every allowed pair is computed exactly
-once; that results and gradients reach the rank that owns them, each contribution once; and that batches stay small.
-`validate_scan` does the same for schedules of scans.
+every allowed pair is computed exactly once; that results and gradients reach the rank that owns them, each contribution
+once; and that batches stay small. `validate_scan` does the same for schedules of scans.
 
 **Weights.** How does it know that each contribution to a gradient arrives once, without running anything? Every compute
 gets its own number, its weight. Wherever a real run would add the compute's gradient to a row, the proof adds the
@@ -263,7 +262,7 @@ class _Proof:
                 self.fail(rank, number, f"{c.q!r} is computed again after its result was sent.")
             results[cells] = 1
 
-    def _owned(self, rank: int) -> Ints:
+    def _owned_rows(self, rank: int) -> Ints:
         owned = np.zeros(self.board.num_cells, dtype=np.int64)
         owned[self.board.cells(self.schedule.layout.spans(rank))] = 1
         return owned
@@ -271,18 +270,18 @@ class _Proof:
     def _check_results(self) -> None:
         """Forward: results of rows that belong to others were sent, to their owners."""
         for (rank, _, _), results in self.results.items():
-            if ((results == 1) & (self._owned(rank) == 0)).any():
+            if ((results == 1) & (self._owned_rows(rank) == 0)).any():
                 self.fail(rank, self.schedule.num_steps - 1, "results of other ranks' rows stay here at the end.")
         for number, t in self.schedule.transfers():
             cells, _ = self.board.place(t.piece)
-            if t.piece.role is Role.OUT and not self._owned(t.dst)[cells].all():
+            if t.piece.role is Role.OUT and not self._owned_rows(t.dst)[cells].all():
                 self.fail(t.dst, number, f"{t!r} brings results to a rank that does not own the rows.")
 
     def _check_gradients(self) -> None:
         """Backward: the contributions of computes are with the owners, each once."""
         arrived: Store = {}
         for (rank, role, key), sums in self.sums.items():
-            if (sums * (1 - self._owned(rank))).any():
+            if (sums * (1 - self._owned_rows(rank))).any():
                 self.fail(rank, self.schedule.num_steps - 1, f"{role} contributions to other ranks' rows stay here.")
             self._array(arrived, 0, role, key[:2])[:] += sums
         for (_, role, key), total in self.expected.items():

@@ -199,7 +199,7 @@ class Record:
     name: str
 
     def row(self) -> bytes:
-        return b"".join(_fixed(getattr(self, f.name)) for f in fields(self))
+        return b"".join(_to_fixed_size(getattr(self, f.name)) for f in fields(self))
 
     @cached_property
     def digest(self) -> bytes:
@@ -252,7 +252,7 @@ def _by_rank(texts: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def _fixed(text: str) -> bytes:
+def _to_fixed_size(text: str) -> bytes:
     raw = text.encode()
     if len(raw) > WIDTH:
         digest = hashlib.sha256(raw).hexdigest()[:10].encode()

@@ -124,7 +124,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
         check_sinks(sinks, q.shape[1])
     scoring, recorded, score_program = None, None, ()
     if request.extras is not None and torch.compiler.is_compiling():
-        recorded = request.extras.recorded(q, k)
+        recorded = request.extras.record(q, k)
         if recorded.why != "":
             return _run_outside_graph(q, k, v, request, group, recorded.why)
         score_program = recorded.text, recorded.numbers, recorded.reals, len(recorded.constants)
@@ -184,28 +184,30 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request, group: str, 
     return _run(q, k, v, request, _torch.group_named(group) if group else None)
 
 
-def in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> AbstractContextManager[None]:
+def call_context(
+    name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any
+) -> AbstractContextManager[None]:
     """Return the context of a public call: errors name the call, and other ranks, which may be waiting in the same
     call, are notified if this one raises before anything was sent."""
     if torch.compiler.is_compiling():
         return nullcontext()
     if group is None and not isinstance(tensors[0], DTensor):
-        return in_context(lambda: _described(name, tensors, plan_or_mask, None))
-    return _in_call(name, tensors, plan_or_mask, group)
+        return in_context(lambda: _describe_call(name, tensors, plan_or_mask, None))
+    return _call_context(name, tensors, plan_or_mask, group)
 
 
 @contextmanager
-def _in_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> Iterator[None]:
+def _call_context(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> Iterator[None]:
     if group is None and isinstance(tensors[0], DTensor):
         group = tensors[0].device_mesh
     group = group_of(group)
     members = group if isinstance(group, dist.ProcessGroup) else None
     notify = nullcontext() if members is None else report_errors(members)
-    with in_context(lambda: _described(name, tensors, plan_or_mask, members)), notify:
+    with in_context(lambda: _describe_call(name, tensors, plan_or_mask, members)), notify:
         yield
 
 
-def _described(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: dist.ProcessGroup | None) -> str:
+def _describe_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: dist.ProcessGroup | None) -> str:
     """Describe the call for error messages."""
     shapes = [
         f"{letter} {tuple(tensor.shape)}"

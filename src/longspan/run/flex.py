@@ -24,12 +24,13 @@ from longspan.layouts import Layout
 from longspan.masks import Mask, Plane, full
 from longspan.masks import bands as bd
 from longspan.masks.bands import rectangles
-from longspan.masks.captures import CaptureSnapshot, TensorVersion, same_tensors, tensor_version
+from longspan.masks.captures import CaptureSnapshot, TensorVersion, tensor_version
+from longspan.masks.captures import same as same_tensors
 from longspan.masks.convert import advice
 from longspan.masks.functions import Function
 from longspan.masks.mask import MaskKey
-from longspan.masks.mask_mods import Place, numbered, to_mask_mod
-from longspan.masks.tiles import EMPTY, FULL, PARTIAL, key_spans, listed_first, pairs_per_block
+from longspan.masks.mask_mods import Place, number_planes, to_mask_mod
+from longspan.masks.tiles import EMPTY, FULL, PARTIAL, key_spans, list_chosen_first, pairs_per_block
 from longspan.planning.plan import Plan
 from longspan.run.call import Request, attention
 from longspan.run.passes import Forward
@@ -92,16 +93,18 @@ def block_mask(
         raise MaskError(f"device must be a device of torch, such as 'cpu', but got {device!r}.") from error
     rest = layout, rank, kv, block_size, device_name
     if mask.is_structured:
-        return _built(MaskKey(mask), *rest)
+        return _build_block_mask(MaskKey(mask), *rest)
     mask.refresh_captures()
     key = ("block_mask", *rest)
     if key not in mask.known:
-        mask.known[key] = _built.__wrapped__(MaskKey(mask), *rest)
+        mask.known[key] = _build_block_mask.__wrapped__(MaskKey(mask), *rest)
     return mask.known[key]
 
 
 @lru_cache(maxsize=16)
-def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, device: str) -> BlockMask:
+@torch.inference_mode(False)  # training may use it, too
+@torch.no_grad()
+def _build_block_mask(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, device: str) -> BlockMask:
     mask = known.mask.resized(layout.seq_len)
     # The position of every local slot; -1 for padding, which no span holds.
     starts, stops = layout.span_table(rank).T
@@ -111,20 +114,20 @@ def _built(known: MaskKey, layout: Layout, rank: int, kv: str, block_size: int, 
     keys = np.arange(layout.seq_len, dtype=np.int64) if kv == "global" else rows
     if kv == "gathered":
         keys = np.concatenate([layout.positions(r)[: layout.num_tokens[r]] for r in range(layout.world_size)])
-    planes, which = numbered(mask.grid)
+    planes, which = number_planes(mask.grid)
     kinds = np.stack([_kinds(plane, rows, keys, block_size) for plane in planes])[which]
     place = Place(layout.seq_len, rows, None if kv == "global" else keys, torch.device(device), mask.num_rows)
     return BlockMask.from_kv_blocks(
-        *_listed_first(kinds == PARTIAL, device),
-        *_listed_first(kinds == FULL, device),
+        *_list_chosen_first(kinds == PARTIAL, device),
+        *_list_chosen_first(kinds == FULL, device),
         BLOCK_SIZE=block_size,
         mask_mod=to_mask_mod(mask.grid, place),
         seq_lengths=(len(rows), len(keys)),
     )
 
 
-def _listed_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
-    counts, order = listed_first(chosen)
+def _list_chosen_first(chosen: Bools, device: str) -> tuple[Tensor, Tensor]:
+    counts, order = list_chosen_first(chosen)
     return torch.as_tensor(counts, device=device), torch.as_tensor(order, device=device)
 
 
@@ -234,8 +237,8 @@ def _dims(block_mask: BlockMask) -> tuple[int, int]:
 def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
     mask_mod = block_mask.mask_mod
     num_rows, num_heads = _dims(block_mask)
-    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+    full = _block_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    partial = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
     if (full & partial).any():
         raise MaskError("block_mask must list every block once, but lists one as full and as partial.")
     if mask_mod is noop_mask:
@@ -256,7 +259,7 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
     return Mask(grid, max(block_mask.seq_lengths), name)
 
 
-def _listed(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask) -> Bools:
+def _block_table(counts: Tensor | None, indices: Tensor | None, block_mask: BlockMask) -> Bools:
     """Return the listed blocks as a table: (batch rows, heads, block rows, block columns)."""
     width = max(block_mask.kv_indices.shape[-1], -(-block_mask.seq_lengths[1] // _sizes(block_mask)[1]))
     shape = (*_dims(block_mask), block_mask.kv_indices.shape[-2], width)
@@ -354,7 +357,7 @@ def flex_attention(
     out, lse = attention(q, k, v, request)
     if q is not query:  # padded to one length
         out, lse = (t.narrow(2, 0, query.shape[2]).contiguous() for t in (out, lse))
-    out = in_order_of(query, out)
+    out = match_memory_order(query, out)
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -366,11 +369,11 @@ def flex_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=top)
 
 
-def in_order_of(query: Tensor, out: Tensor) -> Tensor:
+def match_memory_order(query: Tensor, out: Tensor) -> Tensor:
     """Return the output with batch rows, heads and tokens in memory in the order that the query has, as in PyTorch.
 
     >>> query, out = torch.zeros(2, 5, 3, 4).transpose(1, 2), torch.zeros(2, 3, 5, 4)
-    >>> in_order_of(query, out).transpose(1, 2).is_contiguous()
+    >>> match_memory_order(query, out).transpose(1, 2).is_contiguous()
     True
     """
     if query.is_contiguous():

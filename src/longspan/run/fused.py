@@ -1,4 +1,4 @@
-"""Launch the Triton kernels that move rows and merge partial results. Used on GPUs with Triton."""
+"""Launch the Triton kernels that move rows, merge partial results and sum products. Used on GPUs with Triton."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def _move_arguments(
         unit = gcd(unit, *each)
     for _, dim, form in forms[1::2]:
         assert dim == 1 or form is None or form[3] == 1, "written rows must be dense"
-    found = _move_constants(tuple([(dtype, dim) for dtype, dim, _ in forms]), unit, kind, rows)
-    if found is None:
+    chosen = _move_constants(tuple([(dtype, dim) for dtype, dim, _ in forms]), unit, kind, rows)
+    if chosen is None:
         return None
-    dims, as_types, constants = found
+    dims, as_types, constants = chosen
     numbers = [(dim, *source, *target) for dim, source, target in zip(dims, strides[::2], strides[1::2], strict=True)]
     return numbers, as_types, constants
 
@@ -188,6 +188,24 @@ def _state_arguments(forms: tuple[Form, ...], unit: int, finishes: bool, rows: i
         "ALIGNED": unit == VECTOR and dim % VECTOR == 0, "enable_fp_fusion": False,
     }  # fmt: skip
     return (dim, *(stride for each in strides for stride in each)), constants
+
+
+def sum_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rowsum(dout * out), (B, H, T, 1), computed in this dtype."""
+    from longspan.run.triton_kernels import products_kernel
+
+    dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout, out))
+    batch, heads, tokens, dim = dout.shape
+    sums = dout.new_empty((batch, heads, tokens, 1), dtype=dtype)
+    if sums.numel():
+        strides = [stride for x in (dout, out) for stride in _byte_strides((x.dtype, dim, x.stride()))]
+        rows, unit = rows_per_program(dim), gcd(dout.data_ptr(), out.data_ptr(), *strides, VECTOR)
+        launch: Any = products_kernel[(batch * heads * -(-tokens // rows),)]
+        launch(
+            dout, out, sums, tokens, heads, dim, *strides, ROWS=rows, DIM=_power(dim),
+            ALIGNED=unit == VECTOR and dim % VECTOR == 0, enable_fp_fusion=False,
+        )  # fmt: skip
+    return sums
 
 
 def _byte_strides(form: Form) -> Ints:

@@ -130,7 +130,7 @@ def backends_of(config: str) -> dict[str, str]:
 T = TypeVar("T")
 MAX_AGREED = 1024
 CPU = torch.device("cpu")
-ROWS, VERDICT, TABLE, ALIKE = 1023, 1022, 1021, 1020
+ROWS, VERDICT, TABLE, COMPARED = 1023, 1022, 1021, 1020
 """Step numbers reserved for the messages by which ranks compare calls."""
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
 
@@ -423,7 +423,7 @@ class Running:
         size, rank, distance = self.members.size, self.members.rank, 1
         while distance < size and self.call.device.type == "cpu":
             token = token_on(CPU)
-            self._exchange({(rank + distance) % size: token}, {(rank - distance) % size: token.clone()}, ALIKE)
+            self._exchange({(rank + distance) % size: token}, {(rank - distance) % size: token.clone()}, COMPARED)
             distance *= 2
         self._collect(start, self.call.device)
 
@@ -452,7 +452,7 @@ class Running:
             flight.works = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         return works
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         if self.watch is not None:
             if self.watch.failed is not None:
                 self.watch.check()
@@ -489,7 +489,7 @@ class Running:
         """
         which = 0 if step in (ROWS, VERDICT, TABLE) else self.call.identity
         number = which + self.number * 0x9E3779B1 + self.members.training_step * 0x85EBCA77
-        return (number & 0x1FFFFF) << 10 | (step if step >= ALIKE else step % ALIKE)
+        return (number & 0x1FFFFF) << 10 | (step if step >= COMPARED else step % COMPARED)
 
     def header(self, src: int, dst: int, step: int, pieces: int, num_bytes: int) -> Header:
         """Return the header of a message of this call."""

@@ -66,7 +66,7 @@ class HaloForwardWalk(HaloWalk):
         super().__init__(task)
         self.own(Role.KV)
 
-    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
+    def store_arrival(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, self.never)
 
     def finish(self) -> list[Rows]:
@@ -121,7 +121,7 @@ class HaloBackwardWalk(HaloWalk):
         self._move(*self.away[wanted.heads, wanted.batch], wanted.runs, whole)
         whole.finish()
 
-    def arrived(self, transfer: Moved, rows: TokenStore) -> None:  # noqa: ARG002
+    def store_arrival(self, transfer: Moved, rows: TokenStore) -> None:  # noqa: ARG002
         sums = Sum(rows.tensors, self.form.wide)
         sums.begin_with(rows.tensors)
         self._move(rows.runs, sums, self.own_runs, self.home.of((rows.heads, rows.batch)))
@@ -151,7 +151,7 @@ class HaloRun(RowRun):
         return self.walks(self.halo_task)
 
     @property
-    def computed_by(self) -> tuple[Any, object]:
+    def program_key(self) -> tuple[Any, object]:
         return self.halo_task.conv.width, None  # short documents have one plan for many widths
 
     def program(self) -> Program[Tensor]:

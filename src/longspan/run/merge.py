@@ -90,7 +90,7 @@ class ByRows(ABC):
                     self._absorb(part.tensors, both.tensors)
                     merged.append(part)
                 else:
-                    merged.append(Stretch(low, high, self._met(both.tensors, part.tensors), is_state=True))
+                    merged.append(Stretch(low, high, self._merge_first_two(both.tensors, part.tensors), is_state=True))
                 merged += [held.part(high, held.stop)] if high < held.stop else []
             start = high
             last += 1
@@ -112,7 +112,7 @@ class ByRows(ABC):
         return bool(self._stretches)
 
     @abstractmethod
-    def _met(self, held: Several, part: Several) -> Several:
+    def _merge_first_two(self, held: Several, part: Several) -> Several:
         """Return the state of rows after their first two contributions."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Accumulator(ByRows):
         self._result = None
         super().take(new)
 
-    def _met(self, held: Several, part: Several) -> Several:
+    def _merge_first_two(self, held: Several, part: Several) -> Several:
         acc, top, num = state = self._states.more(held[0].shape[2])
         # One contribution has weight 1. The weight of a row without keys does not matter, because its top is -inf.
         self._states.begin_at(2, 1.0)
@@ -246,7 +246,7 @@ class Sum(ByRows):
         self._recorder, self._shapes = like[0].recorder, [t.shape for t in like]
         self._states = _States(self._recorder, like[0].shape, *(t.shape[3] for t in like), dtype=wide)
 
-    def _met(self, held: Several, part: Several) -> Several:
+    def _merge_first_two(self, held: Several, part: Several) -> Several:
         state = self._states.more(held[0].shape[2])
         for tensor, first in zip(state, held, strict=True):
             tensor.copy_(first)

@@ -87,7 +87,7 @@ class Memory:
         self.tensors[buffer.number] = tensor
         return tensor
 
-    def cut(self, number: int, parts: Sequence[tuple[int, int, int]]) -> Tensor:
+    def narrow(self, number: int, parts: Sequence[tuple[int, int, int]]) -> Tensor:
         """Return part of a buffer: for each narrowed dim its number, a start and a length; see `cut_of`."""
         tensor = self.tensors[number]
         if tensor is None:
@@ -190,17 +190,17 @@ def _lanes(notes: Sequence[Note], known: dict[int, list[Run]]) -> list[RowLane]:
         if len(each) == 1:  # rows of keys and values, for example, have the same runs
             runs = known.get(id(each[0].runs))
             if runs is None:
-                runs = known[id(each[0].runs)] = joined(each[0].runs)
+                runs = known[id(each[0].runs)] = join_runs(each[0].runs)
         else:
-            runs = joined([run for note in each for run in note.runs])
+            runs = join_runs([run for note in each for run in note.runs])
         result.append(RowLane(tuple([(side.buffer, side.batch, side.heads) for side in each[0].sides]), runs))
     return result
 
 
-def joined(runs: Sequence[Run]) -> list[Run]:
+def join_runs(runs: Sequence[Run]) -> list[Run]:
     """Sort runs by target and join those that are adjacent on both sides.
 
-    >>> joined([(4, 9, 2), (0, 5, 4), (6, 0, 1)])
+    >>> join_runs([(4, 9, 2), (0, 5, 4), (6, 0, 1)])
     [(0, 5, 6), (6, 0, 1)]
     """
     if len(runs) == 1:
@@ -342,7 +342,7 @@ class Move:
         by_row, every_cut = self._on_host if memory.device.type == "cpu" else ((), self._all_cuts)
         for cuts in every_cut:
             sides: list[Tensor] = []
-            for number, parts in cuts:  # `Memory.cut`, inlined
+            for number, parts in cuts:  # `Memory.narrow`, inlined
                 side = memory.tensors[number]
                 if side is None:
                     side = memory.get(memory.buffers[number])
@@ -362,7 +362,7 @@ class Move:
                 for target, rows in zip(sides[:2], finished_rows(*sides[2:]), strict=True):
                     target.copy_(rows)
         for target, source, rows in by_row:
-            torch.index_select(memory.cut(*source), 2, rows, out=memory.cut(*target))
+            torch.index_select(memory.narrow(*source), 2, rows, out=memory.narrow(*target))
         return None
 
     # -- Run by run ----------------------------------------------------------------------------------------------------

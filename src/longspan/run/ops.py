@@ -31,7 +31,7 @@ from longspan.run.halo import HaloTask
 from longspan.run.passes import Backward, BackwardWalk, Forward, ForwardWalk, Saved
 from longspan.run.program import memory_for
 from longspan.run.transports import ProcessGroup, Program, run_alone
-from longspan.run.walk import Job, Task, recorded
+from longspan.run.walk import Job, Task, record_once
 from longspan.scoring.biases import check_bias
 from longspan.scoring.pipeline import Scoring
 from longspan.scoring.recorded import Operands, bias_in, scoring_of
@@ -403,15 +403,14 @@ def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backwar
     )  # fmt: skip
     chosen = kernel_for(plan, kernel, q, k, v, None)
     plan.mask.refresh_captures()
-    with on_device(device):
-        prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
+    prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
 
 
 def prepare_job(job: Job, device: torch.device, *, backward: bool) -> None:
     by = id(job.kernel), job.kernel
-    memory_for(recorded(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
+    memory_for(record_once(job, "forward", by, backward, lambda: ForwardWalk(job, saves=backward)), device)
     if backward:
-        memory_for(recorded(job, "backward", by, False, lambda: BackwardWalk(job)), device)
+        memory_for(record_once(job, "backward", by, False, lambda: BackwardWalk(job)), device)
 
 
 def _fake_forward(
@@ -466,7 +465,8 @@ def run_backward(
         if dlse is not None and q.dtype == torch.float16:
             # Fused kernels compute delta from an output that `Backward` makes up, which float16 may not have room for.
             job = replace(job, kernel=kernel_named("reference"))
-        backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
+        with on_device(q.device):
+            backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
         call: Call | None = None
         if forward.group:
             settings = safety_settings(forward.group, backward=True)
@@ -484,7 +484,7 @@ def run_backward(
                 running.all_reduce(flat)
             parts = flat.split([t.numel() for t in shared])
             shared = [part.view(t.shape).clone() for part, t in zip(parts, shared, strict=True)]
-        return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared(captured, sinks), strict=True)]
+        return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared_tensors(captured, sinks), strict=True)]
 
 
 def _split_constants(captured: list[Tensor], num_constants: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -492,7 +492,7 @@ def _split_constants(captured: list[Tensor], num_constants: int) -> tuple[list[T
     return captured[:at], captured[at:]
 
 
-def _shared(captured: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+def _shared_tensors(captured: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
     """Return the tensors that all ranks hold."""
     return [*captured, *([] if sinks is None else [sinks])]
 
@@ -502,7 +502,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     captured, _ = _split_constants(captured, rest[5] if len(rest) > 5 else 0)  # PyTorch omits default arguments
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv, [t.new_empty(t.shape) for t in _shared(captured, sinks)]
+    return dq, dk, dv, [t.new_empty(t.shape) for t in _shared_tensors(captured, sinks)]
 
 
 attention = define_operator("longspan::attention", run_forward, _fake_forward)
@@ -533,7 +533,7 @@ class _Attention(torch.autograd.Function):
             kept = ctx.forward_pass.kept() or ()
         ctx.num_kept, ctx.has_sinks = len(kept), sinks is not None
         ctx.num_constants = others[NUM_CONSTANTS] if len(others) > NUM_CONSTANTS else 0
-        ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared(captured, sinks))
+        ctx.save_for_backward(q, k, v, out, lse, ticket, *kept, *_shared_tensors(captured, sinks))
         ctx.mark_non_differentiable(ticket)
         ctx.set_materialize_grads(False)
         return out, lse, ticket
@@ -561,7 +561,7 @@ def attend(
     """Run the operator, or its implementation, with autograd."""
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if not needs_grad and (captured or sinks is not None):
-        needs_grad = any(t.requires_grad for t in _shared(captured, sinks))
+        needs_grad = any(t.requires_grad for t in _shared_tensors(captured, sinks))
     if needs_grad and torch.is_grad_enabled():
         return _Attention.apply(run, others, q, k, v, sinks, *captured)  # type: ignore[return-value]
     with _torch.below_autograd():

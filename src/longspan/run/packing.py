@@ -1,4 +1,4 @@
-"""Packing: pieces as bytes of a message, and token stores, which look up rows by global position.
+"""Pack pieces into bytes of a message, and look up rows by global position in token stores. `walk.py` packs with these.
 
 A token store holds a rank's own shard, or rows received from other ranks, until they are used or sent.
 

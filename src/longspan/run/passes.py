@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.kernels.contract import Group
 from longspan.masks.tiles import runs_of as runs_of_true
 from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
+from longspan.run import fused
 from longspan.run.merge import (
     Accumulator,
     Branch,
@@ -78,8 +79,8 @@ class ForwardWalk(Walk):
                 return source.copy_to(target, common_rows(q.runs, target.runs))
         raise AssertionError(f"{piece!r} was not computed here")
 
-    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
-        super().arrived(transfer, rows)
+    def store_arrival(self, transfer: Moved, rows: TokenStore) -> None:
+        super().store_arrival(transfer, rows)
         if self.saves and transfer.piece.role in (Role.Q, Role.KV):
             self.kept.append((transfer.piece.role, rows))
 
@@ -187,7 +188,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """Add to every row a key without value whose score is the head's sink. Backward needs only the returned lse."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     share = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()  # -inf minus -inf is nan, not 0
-    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+    return torch.mul(out, share.unsqueeze(-1), out=torch.empty_like(out)), whole  # no product in lse's dtype on GPUs
 
 
 def rectangles(missing: Bools) -> list[tuple[slice, slice, slice]]:
@@ -368,10 +369,10 @@ class BackwardWalk(Walk):
                     target[:, :, at:start].fill_(0.0)
             at = start + num
 
-    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
+    def store_arrival(self, transfer: Moved, rows: TokenStore) -> None:
         piece = transfer.piece
         if piece.role not in (Role.DQ, Role.DKV):
-            return super().arrived(transfer, rows)
+            return super().store_arrival(transfer, rows)
         sums, key = Sum(rows.tensors, self.form.wide), (rows.heads, rows.batch)
         if piece.role is Role.DKV:
             sums.begin_with(rows.tensors)
@@ -411,7 +412,7 @@ class Backward(TensorRun):
     def __init__(self, job: Job, saved: Saved, dout: Tensor, dlse: Tensor | None = None) -> None:
         q, k, v, out, lse, kept, captured = saved
         dtype = accumulation_dtype(job.dtype)
-        delta = (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
+        delta = row_sums(dout, out, dtype)
         if dlse is not None:  # a score's gradient is p * (dp - delta + dlse); lse is a constant if there is no key
             dlse = dlse.to(dtype).masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
             delta = delta - dlse
@@ -442,6 +443,13 @@ class Backward(TensorRun):
         sinks = self.job.sinks.to(lse.dtype)[:, None]
         share = (sinks - lse.masked_fill(lse.isneginf(), torch.inf)).exp()  # lse is -inf if there is no key nor sink
         return [*shared, -(share * delta).sum((0, 2))]
+
+
+def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rowsum(dout * out), (B, H, T, 1), computed in this dtype; on GPUs without a copy of dout in it."""
+    if fused.is_fused(dout.device):
+        return fused.sum_products(dout, out, dtype)
+    return (dout * out if dout.dtype == dtype else dout.to(dtype).mul_(out)).sum(-1, keepdim=True)
 
 
 def with_lse_gradient(dout: Tensor, out: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,9 +112,9 @@ class RankProgram:
                     is_freed = False
                 is_freed |= any(self.buffers[number].is_message for number in self.last_use.get(id(item), ()))
         self.releases = frozenset(releases)
-        self.result_cuts = [_cut(rows) for rows in self.results]
+        self.result_cuts = [_cut_of_rows(rows) for rows in self.results]
         self.inputs = {
-            id(item): [_cut(rows) for rows in (item.inputs if isinstance(item, Launched) else item.sources)]
+            id(item): [_cut_of_rows(rows) for rows in (item.inputs if isinstance(item, Launched) else item.sources)]
             for item in (*items, *self.end)
             if isinstance(item, Launched | Called)
         }
@@ -192,7 +192,7 @@ class RankProgram:
                 tensors: list[Tensor] = []
                 for number, parts in self.inputs[id(item)]:
                     tensor = memory.tensors[number]
-                    tensors.append(memory.cut(number, parts) if parts or tensor is None else tensor)
+                    tensors.append(memory.narrow(number, parts) if parts or tensor is None else tensor)
                 if isinstance(item, Launched):
                     if id(item) in self.releases:
                         memory.messages.release()
@@ -212,10 +212,10 @@ def copy_into(into: dict[int, Tensor], arrived: dict[int, Tensor]) -> None:
 
 
 def part_of(memory: Memory, rows: Rows) -> Tensor:
-    return memory.cut(*_cut(rows))
+    return memory.narrow(*_cut_of_rows(rows))
 
 
-def _cut(rows: Rows) -> Cut:
+def _cut_of_rows(rows: Rows) -> Cut:
     return cut_of(rows.buffer, rows.batch, rows.heads, rows.tokens)
 
 

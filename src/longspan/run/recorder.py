@@ -13,7 +13,7 @@ shape and no data; the resulting list of operations is replayed in every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -188,8 +188,6 @@ class Launched:
     heads: Span
     index_arrays: Callable[[], Mapping[object, Any]] = dict
     """Makes the kernel's index arrays for these tiles."""
-    known: dict[Any, Any] = field(default_factory=dict)
-    """Cached positions, by device."""
 
     def __repr__(self) -> str:
         return f"launch of {format_count(len(self.tiles), 'tile')}"
@@ -265,7 +263,7 @@ class Recorder:
         self.log.append(Called(function, sources, result))
         return self.rows(result)
 
-    def cut(self) -> list[Note | Event]:
+    def take_log(self) -> list[Note | Event]:
         """Return the operations recorded since the last cut."""
         log, self.log = self.log, []
         return log

@@ -55,26 +55,26 @@ class Relayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.back = (target, source, group, dim)
-        return _moved(x, moves(source, target, group.rank()), group, dim)
+        return _move_rows(x, moves(source, target, group.rank()), group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return Relayout.apply(grads[0], *ctx.back), None, None, None, None  # type: ignore[return-value]
 
 
-def _moved(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _move_rows(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Tensor:
     rows = x.movedim(dim, 0)
     shape = rows.shape[1:]
-    send = rows.index_select(0, _on(x, plan.send_from)).contiguous()
+    send = rows.index_select(0, _index_like(x, plan.send_from)).contiguous()
     received = x.new_empty((len(plan.receive_to), *shape))
     sizes = plan.num_received, plan.num_sent
     start = lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True)  # noqa: E731
     run_collective("all_to_all", received[:0], group, start)
     out = x.new_zeros((plan.num_slots, *shape))
-    out.index_copy_(0, _on(x, plan.keep_to), rows.index_select(0, _on(x, plan.keep_from)))
-    out.index_copy_(0, _on(x, plan.receive_to), received)
+    out.index_copy_(0, _index_like(x, plan.keep_to), rows.index_select(0, _index_like(x, plan.keep_from)))
+    out.index_copy_(0, _index_like(x, plan.receive_to), received)
     return out.movedim(0, dim).contiguous()
 
 
-def _on(x: Tensor, index: Ints) -> Tensor:
+def _index_like(x: Tensor, index: Ints) -> Tensor:
     return to_device(torch.from_numpy(index), x.device)

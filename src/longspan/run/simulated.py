@@ -149,7 +149,7 @@ def simulate(world_size: int, work: Callable[[SimulatedRank], T]) -> list[T]:
             except _LeftError:
                 pass
             except BaseException as error:
-                room.failed = _explained(error, rank)
+                room.failed = _explain_error(error, rank)
             finally:
                 room.turn.notify_all()
 
@@ -164,7 +164,7 @@ def simulate(world_size: int, work: Callable[[SimulatedRank], T]) -> list[T]:
     return results
 
 
-def _explained(error: BaseException, rank: int) -> BaseException:
+def _explain_error(error: BaseException, rank: int) -> BaseException:
     """Return the error, or a refusal if it was raised in a call of torch.distributed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inner = takewhile(lambda frame: _module(frame).partition(".")[0] == "torch", reversed(frames))

@@ -2,7 +2,8 @@
 
 A program's tables are one array of int64 on the host. At first use on a device it is copied from pinned memory, without
 waiting, as one copy. A table has one line per run of rows, so that its size does not depend on tokens and heads. Tables
-that were used last stay on the device, up to `table_limit()` bytes; others are copied again when they are needed.
+that were used last stay on the device, up to `table_limit()` bytes (`planning/kernel_memory.py`); others are copied
+again when they are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.errors import PlanError
+from longspan.device_tables import Copied, check_not_capturing
 from longspan.planning.kernel_memory import table_limit
 from longspan.spans import Ints
 
@@ -48,44 +49,15 @@ class DeviceTables:
     """A program's tables on a device. They may be freed at any time by those who do not use them."""
 
     def __init__(self, host: HostTables, device: torch.device) -> None:
-        if is_capturing(device):
-            raise PlanError(
-                "a plan must have run once before a call with it is captured in a CUDA graph: its first call copies"
-                " tables to the device. Run the call before the capture."
-            )
+        check_not_capturing(device)
         self.numbers = copy_to_device(host.numbers, device)
-        self._stream = stream_of(device)
-        self._copied = None if self._stream is None else self._stream.record_event()
+        self.copied = Copied(device, self.numbers)
         short = self.numbers.view(torch.int32) if host.places else self.numbers
         self.index: dict[int, dict[object, Tensor]] = {
             launch: {name: short[start : start + size] for name, (start, size) in places.items()}
             for launch, places in host.places.items()
         }
         """Index arrays by launch and name."""
-
-    def use(self, device: torch.device) -> bool:
-        """Order the copy before what the current stream does next, and their release after it.
-
-        Return whether a CUDA graph is being captured, which has their address from now on. Its capture began after the
-        copy: a device is synchronized before a capture.
-        """
-        if self._stream is None:
-            return False
-        if is_capturing(device):
-            return True
-        if (stream := stream_of(device)) != self._stream:
-            stream.wait_event(self._copied)
-            self.numbers.record_stream(stream)
-        return False
-
-
-def stream_of(device: torch.device) -> Any:
-    """Return the current stream of a device, or None if the device has no streams."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
-
-
-def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def copy_to_device(numbers: Ints, device: torch.device) -> Tensor:
@@ -108,8 +80,6 @@ class TableCache:
         self._tables: dict[torch.device, OrderedDict[int, DeviceTables]] = {}
         self._sizes: dict[torch.device, int] = {}
         self._finalized: set[tuple[int, torch.device]] = set()
-        self._captured: set[DeviceTables] = set()
-        """Tables whose addresses are in CUDA graphs, which may be replayed at any time."""
 
     def get(self, program: Any, device: torch.device) -> DeviceTables:
         """Return the tables of a program, which has `host_tables`, on a device."""
@@ -118,8 +88,7 @@ class TableCache:
             entry = tables.get(key)
             if entry is not None:
                 tables.move_to_end(key)
-                if entry.use(device):
-                    self._captured.add(entry)
+                entry.copied.use()
                 return entry
             entry = tables[key] = DeviceTables(program.host_tables, device)
             if (key, device) not in self._finalized:

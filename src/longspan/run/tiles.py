@@ -18,7 +18,7 @@ from longspan.masks import Band, Classifier, Plane
 from longspan.masks import bands as bd
 from longspan.masks.tiles import EMPTY, FULL, classifier, runs_of
 from longspan.planning.plan import Plan
-from longspan.planning.problem import cells, in_rows
+from longspan.planning.problem import cells, cut_to_rows
 from longspan.planning.steps import Compute
 from longspan.run.packing import TokenStore
 from longspan.spans import Ints, Span
@@ -73,7 +73,7 @@ def tiles_of(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> list[Til
     >>> tiles_of(bands, rows, rows)
     [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False)]
     """
-    return joined(joined(_tiles(_cut(bands, q, kv), q, kv), _is_right_of), _is_below)
+    return join_tiles(join_tiles(_tiles(_cut_to_stores(bands, q, kv), q, kv), _is_right_of), _is_below)
 
 
 def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: TokenStore, kv: TokenStore) -> list[Tile]:
@@ -82,7 +82,7 @@ def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: TokenStore, kv: 
     A panel of rows is cut where the function begins to allow nothing or everything. Short stretches of full squares
     stay with their neighbours: one call with the function costs less than three calls.
     """
-    cuts = _cut(maybe, q, kv)
+    cuts = _cut_to_stores(maybe, q, kv)
     tiles: list[Tile] = []
     for band, tile in zip(cuts.tolist(), _tiles(cuts, q, kv), strict=True):
         q0, q1, k0, k1 = band[:4]
@@ -92,7 +92,7 @@ def asking_tiles(maybe: tuple[Band, ...], kinds: Classifier, q: TokenStore, kv: 
                 a, b = max(start * GRID, k0) - k0 + tile.k0, min(stop * GRID, k1) - k0 + tile.k0
                 part = tile.part(rows.start - q0 + tile.q0, rows.stop - q0 + tile.q0, a, b)
                 tiles += [] if part is None else [replace(part, asks=asks)]
-    plain = joined(joined([tile for tile in tiles if not tile.asks], _is_right_of), _is_below)
+    plain = join_tiles(join_tiles([tile for tile in tiles if not tile.asks], _is_right_of), _is_below)
     return [*plain, *(tile for tile in tiles if tile.asks)]
 
 
@@ -111,9 +111,9 @@ def stretches(kinds: NDArray[np.int8], first: int) -> Iterator[tuple[int, int, b
         yield from ((first + start, first + stop, asks) for start, stop in runs_of(flags))
 
 
-def _cut(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> Ints:
+def _cut_to_stores(bands: tuple[Band, ...], q: TokenStore, kv: TokenStore) -> Ints:
     """Cut bands where rows of the stores are not contiguous; sort them by query and key."""
-    rows, _ = in_rows(bd.as_array(bands), q.runs[:, :2])
+    rows, _ = cut_to_rows(bd.as_array(bands), q.runs[:, :2])
     rows = bd.tighten(cells(rows, kv.runs[:, :2]))
     return rows[np.lexsort((rows[:, bd.K0], rows[:, bd.Q0]))]
 
@@ -139,12 +139,12 @@ def _local(store: TokenStore, position: Ints) -> Ints:
     return store.runs[run, 2] + position - store.runs[run, 0]
 
 
-def joined(tiles: Iterable[Tile], fit: Callable[[Tile, Tile], bool]) -> list[Tile]:
+def join_tiles(tiles: Iterable[Tile], fit: Callable[[Tile, Tile], bool]) -> list[Tile]:
     """Join neighbouring tiles that fit and whose pairs are one band.
 
-    >>> joined([Tile(0, 4, 0, 4), Tile(0, 4, 4, 8, lo=0)], _is_right_of)
+    >>> join_tiles([Tile(0, 4, 0, 4), Tile(0, 4, 4, 8, lo=0)], _is_right_of)
     [Tile(q0=0, q1=4, k0=0, k1=8, lo=-4, hi=None, asks=False)]
-    >>> joined([Tile(0, 4, 0, 4, lo=0), Tile(4, 8, 4, 8, lo=0)], _is_below)  # two documents
+    >>> join_tiles([Tile(0, 4, 0, 4, lo=0), Tile(4, 8, 4, 8, lo=0)], _is_below)  # two documents
     [Tile(q0=0, q1=4, k0=0, k1=4, lo=0, hi=None, asks=False), Tile(q0=4, q1=8, k0=4, k1=8, lo=0, hi=None, asks=False)]
     """
     joint: list[Tile] = []

@@ -36,7 +36,7 @@ class Traffic:
         self.num_bytes[src, dst] = self.num_bytes.get((src, dst), 0) + size
         self.num_messages[src, dst] = self.num_messages.get((src, dst), 0) + 1
 
-    def sent(self, rank: int) -> int:
+    def sent_bytes(self, rank: int) -> int:
         return sum(size for (src, _), size in self.num_bytes.items() if src == rank)
 
 
@@ -79,8 +79,7 @@ def count(src: int, dst: int, size: int) -> None:
 
 def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]:
     """Return a profiler range for a step, or a null context if no observer marks steps."""
-    observer = current_observer()
-    if observer is None or not observer[1]:
+    if not _all_observers or (observer := current_observer()) is None or not observer[1]:
         return _NO_MARK
     return torch.profiler.record_function(f"longspan {direction} rank {rank} step {step}")
 
@@ -265,7 +264,7 @@ class ProcessGroup:
             while True:
                 exchange = program.send(arrived)
                 assert exchange is not None
-                self.running.at(exchange.step)
+                self.running.begin_step(exchange.step)
                 buffers, works = self._start(exchange)
                 if exchange.later:
                     flying += [(later, *self._start(later)) for later in exchange.later]
@@ -273,7 +272,7 @@ class ProcessGroup:
                 if flying:
                     flying = self._wait_due(flying, exchange.step)
                 self.running.wait(works)
-                arrived = self._opened(exchange, buffers) if self.checked else buffers
+                arrived = self._remove_headers(exchange, buffers) if self.checked else buffers
                 del exchange, buffers, works  # free messages before the next step allocates its own
         except StopIteration as stop:
             return stop.value
@@ -283,7 +282,7 @@ class ProcessGroup:
         for exchange, buffers, works in flying:
             if exchange.due == step:
                 self.running.wait(works)
-                for src, message in self._opened(exchange, buffers).items() if self.checked else ():
+                for src, message in self._remove_headers(exchange, buffers).items() if self.checked else ():
                     exchange.into[src].copy_(message)
         return [started for started in flying if started[0].due != step]
 
@@ -311,11 +310,11 @@ class ProcessGroup:
         peers = list(dict.fromkeys((*exchange.sends, *buffers)))
 
         def start() -> list[tuple[int, dist.Work]]:
-            return [pair for n in sorted(lists) for pair in _started(lists[n])]
+            return [pair for n in sorted(lists) for pair in _start_batch(lists[n])]
 
         return dict(buffers), self.running.start(start, peers)
 
-    def _opened(self, exchange: Exchange, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _remove_headers(self, exchange: Exchange, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
         me = self.group.rank()
         return {
             src: agreement.remove_header(self._header(exchange, src, me, exchange.receives[src]), buffer)
@@ -327,7 +326,7 @@ class ProcessGroup:
         return self.running.header(src, dst, exchange.step, pieces, num_bytes)
 
 
-def _started(ops: list[dist.P2POp]) -> list[tuple[int, dist.Work]]:
+def _start_batch(ops: list[dist.P2POp]) -> list[tuple[int, dist.Work]]:
     """Start a batch and return (peer, work) pairs. NCCL returns one work for the whole batch."""
     works = dist.batch_isend_irecv(ops)
     peers = [op.group_peer for op in ops] if len(works) == len(ops) else [ops[0].group_peer] * len(works)

@@ -1,4 +1,5 @@
-"""Triton kernels that merge and finish partial results, and copy, add or fill rows. Importing this file needs Triton.
+"""Triton kernels that merge and finish partial results, copy, add or fill rows, and sum products. Importing this file
+needs Triton.
 
 Rows are described by a table on the device, one line of COLUMNS int64 for each run (`run/tables.py`). A program handles
 some rows of one run, of one batch row and one head; it finds its run by binary search over the first programs of the
@@ -152,3 +153,29 @@ def state_kernel(
         tl.store(at_top, high_top, mask=known)
         value = tl.load(at_out, mask=cells, other=0.0)
         tl.store(at_acc, whole * old[:, None] + value.to(WIDE) * new[:, None], mask=cells)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "heads", "dim", "dout_b", "dout_h", "dout_t", "out_b", "out_h", "out_t"]
+)  # fmt: skip
+def products_kernel(
+    dout, out, sums, tokens: tl.int64, heads: tl.int64, dim: tl.int64,
+    dout_b: tl.int64, dout_h: tl.int64, dout_t: tl.int64, out_b: tl.int64, out_h: tl.int64, out_t: tl.int64,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """`run.passes.row_sums`: write the sums of dout * out over features, one for each row, one after the other."""
+    program = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(tokens, ROWS)
+    plane = program // blocks
+    b, h = plane // heads, plane % heads
+    i = (program % blocks) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    if ALIGNED:
+        dim = dim // 16 * 16
+    known = i < tokens
+    cells = known[:, None] & (d < dim)[None, :]
+    at_dout = _rows(dout, b * dout_b + h * dout_h, i, dout_t, ALIGNED)[:, None] + d[None, :]
+    at_out = _rows(out, b * out_b + h * out_h, i, out_t, ALIGNED)[:, None] + d[None, :]
+    WIDE: tl.constexpr = sums.dtype.element_ty
+    products = tl.load(at_dout, mask=cells, other=0.0).to(WIDE) * tl.load(at_out, mask=cells, other=0.0).to(WIDE)
+    tl.store(sums + plane * tokens + i, tl.sum(products, 1), mask=known)

@@ -14,12 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from longspan.device_tables import build_shared, keep_recent
 from longspan.errors import PlanError
 from longspan.kernels.contract import Group, Kernel, TileWork, Upstream
 from longspan.layouts import Layout
@@ -31,8 +33,7 @@ from longspan.run.program import MessageBatch, MessageBuffer, ProgramStep, RankP
 from longspan.run.recorder import Buffer, Launched, Recorder, Rows, Taken
 from longspan.run.tiles import tiles_for
 from longspan.run.transports import Program
-from longspan.scoring.captured import NO_TOTALS, Totals
-from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions
+from longspan.scoring.pipeline import NO_TOTALS, Scoring, TilePairs, TilePositions, Totals
 from longspan.spans import Ints, Span
 
 # -- Steps of any kind -------------------------------------------------------------------------------------------------
@@ -135,19 +136,20 @@ class PlanWalk(ABC):
                 receives = [self._message_buffer(lists) for lists in lifetimes.values()]
                 batches.append(MessageBatch(number + early, sends, receives, messages.pieces))
                 arriving.setdefault(number + early, []).extend((messages, message) for message in receives)
-            pack, unaligned = self.recorder.cut(), self._take_unaligned()
+            pack, unaligned = self.recorder.take_log(), self._take_unaligned()
             for compute in step.computes:
                 self.compute(compute)
-            work = self.recorder.cut()
+            work = self.recorder.take_log()
             self.drop_after(number)
             for messages, message in arriving.pop(number):
                 for peer, (offset, _) in message.places.items():
                     for t in messages.receives[peer]:
                         tensors, offset = self.form.tensors(self.recorder, t.piece, message.buffer, offset)
                         self.take(t, tensors)
-            recorded.append((pack, batches, work, self.recorder.cut(), unaligned))
+            recorded.append((pack, batches, work, self.recorder.take_log(), unaligned))
         results = self.finish()
-        end = items_of(self.recorder.cut())  # operations are grouped last, when buffers of states have their final size
+        # Operations are grouped last, when buffers of states have their final size.
+        end = items_of(self.recorder.take_log())
         steps = [
             ProgramStep(items_of(pack), batches, items_of(work), items_of(unpack), unaligned)
             for pack, batches, work, unpack, unaligned in recorded
@@ -245,9 +247,9 @@ class RowWalk(PlanWalk):
         gather(self._stores(piece), self.store(piece, targets), piece)
 
     def take(self, transfer: Moved, tensors: Sequence[Rows]) -> None:
-        self.arrived(transfer, self.store(transfer.piece, tensors))
+        self.store_arrival(transfer, self.store(transfer.piece, tensors))
 
-    def arrived(self, transfer: Moved, rows: TokenStore) -> None:
+    def store_arrival(self, transfer: Moved, rows: TokenStore) -> None:
         self.hold(transfer.piece.role, rows, transfer.until)
 
     # -- Stored rows ---------------------------------------------------------------------------------------------------
@@ -325,29 +327,37 @@ class Walk(RowWalk):
         """Return the shapes of a kernel's results for a group of tiles."""
 
 
-_programs: WeakKeyDictionary[Plan, dict[Any, tuple[object, object, RankProgram]]] = WeakKeyDictionary()
-"""Recorded programs. A program is valid as long as the mask's functions read the same values."""
-_recording = threading.RLock()
+T = TypeVar("T")
+_built: WeakKeyDictionary[Any, dict[Any, tuple[object, object, Any]]] = WeakKeyDictionary()
+"""Recorded programs and tables, by plan. They are valid as long as the mask's functions read the same values."""
+_building = threading.RLock()
 """Held while a program is recorded: a call waits for a thread that prepares its plan instead of recording it again."""
-os.register_at_fork(after_in_child=_recording._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_building._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def recorded(
+def build_once(plan: Any, key: Any, build: Callable[[], T], alive: object = None) -> T:
+    """Return the result of `build` for a plan and key, built at its first use. `alive` is kept alive with it."""
+    entries, mask = _built.setdefault(plan, {}), plan.mask if isinstance(plan, Plan) else None
+    entry = entries.get(key)
+    if entry is None or (mask is not None and entry[0] is not mask.last_reads):
+        with _building:
+            entry = entries.get(key)  # another thread may have built it
+            if entry is None or (mask is not None and entry[0] is not mask.last_reads):
+                value, can_cache = build_shared(build)
+                entry = None if mask is None else mask.last_reads, alive, value
+                if can_cache:
+                    entries[key] = entry
+    return entry[2]
+
+
+def record_once(
     task: Task, direction: str, computed_by: tuple[Any, object], saves: bool, walk: Callable[[], RowWalk]
 ) -> RankProgram:
-    """Return the program of a plan, rank and direction, recorded at its first use. `computed_by` is the rest of its
+    """Return the program of a plan, rank and direction, recorded at its first use. `program_key` is the rest of its
     key, and an object to keep alive with it."""
-    plan, (name, alive) = task.plan, computed_by
-    programs = _programs.setdefault(plan, {})
+    name, alive = computed_by
     key = task.rank, direction, saves, task.dtype, name
-    reads, _, program = programs.get(key, (None, None, None))
-    if program is None or reads is not plan.mask.last_reads:
-        with _recording:
-            reads, _, program = programs.get(key, (None, None, None))  # another thread may have recorded it
-            if program is None or reads is not plan.mask.last_reads:
-                program = walk().program()
-                programs[key] = plan.mask.last_reads, alive, program
-    return program
+    return build_once(task.plan, key, lambda: walk().program(), alive)
 
 
 class RowRun(ABC):
@@ -366,7 +376,7 @@ class RowRun(ABC):
 
     @property
     @abstractmethod
-    def computed_by(self) -> tuple[Any, object]:
+    def program_key(self) -> tuple[Any, object]:
         """The key of a program among those of one plan, rank and direction, and an object to keep alive with it."""
 
     def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
@@ -381,7 +391,7 @@ class RowRun(ABC):
 
     def start(self, saves: bool) -> tuple[RankProgram, Memory]:
         """Return the program and the memory of this run with its inputs."""
-        program = recorded(self.task, self.direction, self.computed_by, saves, lambda: self.walk(saves=saves))
+        program = record_once(self.task, self.direction, self.program_key, saves, lambda: self.walk(saves=saves))
         memory = memory_for(program, self.device)
         self.index = memory.index
         memory.tensors[: len(self.inputs)] = self.inputs
@@ -392,10 +402,19 @@ class RowRun(ABC):
         """Return results in memory of their own: a part of a message would keep all messages of its step alive."""
         results: list[Tensor] = []
         for number, parts in program.result_cuts:
-            part = memory.cut(number, parts)
+            part = memory.narrow(number, parts)
             is_message = memory.buffers[number].inside is not None
             results.append(part.clone() if is_message and part.dtype == self.task.dtype else part)  # else converted
         return results
+
+
+@keep_recent(least=16)
+def tile_positions(batch: Span, heads: Span, q_runs: bytes, kv_runs: bytes, device: torch.device) -> TilePositions:
+    """Return the positions of queries and keys on a device, for mask and score functions. Cached by the bytes of their
+    runs: both directions, and all layers, have the same."""
+    tables = (np.frombuffer(runs, dtype=np.int64).reshape(-1, 3) for runs in (q_runs, kv_runs))
+    q, kv = (TokenStore(table, heads, batch, ()).positions() for table in tables)
+    return TilePositions.of(batch, heads, q, kv, device)
 
 
 class Run(RowRun):
@@ -407,7 +426,7 @@ class Run(RowRun):
         self.totals = Totals(captured) if captured else NO_TOTALS
 
     @property
-    def computed_by(self) -> tuple[Any, object]:
+    def program_key(self) -> tuple[Any, object]:
         return id(self.job.kernel), self.job.kernel  # kept alive, so that no other kernel gets its id
 
     def attend(self, launch: Launched, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
@@ -426,9 +445,7 @@ class Run(RowRun):
             mask = self.job.plan.mask
             predicate = mask.plane(launch.batch.start, launch.heads.start).predicate
             if self.job.scoring is not None or predicate is not None:
-                if self.device not in launch.known:
-                    q_rows, kv_rows = (store.positions() for store in launch.stores)
-                    positions = TilePositions.of(launch.batch, launch.heads, q_rows, kv_rows, self.device)
-                    launch.known[self.device] = positions
-                pairs = TilePairs(launch.known[self.device], self.job.scoring, predicate, self.totals, mask.known)
+                runs = (store.runs.tobytes() for store in launch.stores)
+                positions = tile_positions(launch.batch, launch.heads, *runs, self.device)
+                pairs = TilePairs(positions, self.job.scoring, predicate, self.totals, mask.known)
         return TileWork(q, k, v, launch.tiles, self.job.scale, pairs, self.index.get(id(launch)))

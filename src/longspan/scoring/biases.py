@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.planning.plan import Plan
-from longspan.scoring.pipeline import ScoreFunction, ScoreMod, Scoring, dropout_of
+from longspan.scoring.pipeline import ScoreMod, Scoring, dropout_of, score_function
 from longspan.scoring.recorded import Recorded, record
 from longspan.spans import check_int
 from longspan.tile import accumulation_dtype
@@ -165,13 +165,13 @@ class Extras:
         """Check the options and build the scoring for a plan's calls."""
         functions = self._functions(like, plan.sizes.batch, plan.sizes.q_heads, plan.layout.seq_len)
         if self.score_mod is not None:
-            functions.append(ScoreFunction(self.score_mod))
-        seed = self._checked_seed()
+            functions.append(score_function(self.score_mod))
+        seed = self._check_seed()
         dropout = None if seed is None else dropout_of(self.dropout, seed)
         # Functions are tried on the first pair, which an empty sequence does not have.
         return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
 
-    def recorded(self, q: Tensor, k: Tensor) -> Recorded:
+    def record(self, q: Tensor, k: Tensor) -> Recorded:
         """Record the options as text, for compiled code. The operator checks what depends on the plan."""
         functions = self._functions(q, q.shape[0], q.shape[1], None)
         if self.score_mod is not None:
@@ -179,7 +179,7 @@ class Extras:
         recorded = record(functions, (q if q.requires_grad else k).sum().to(accumulation_dtype(q.dtype)))
         if self.bias is not None and recorded.why == "":
             recorded.text = f"bias({recorded.name_of(self.bias)})\n{recorded.text}"
-        seed = self._checked_seed()
+        seed = self._check_seed()
         if seed is not None:
             recorded.numbers.append(seed)
             recorded.reals.append(float(self.dropout))
@@ -205,7 +205,7 @@ class Extras:
             functions.append(additive_bias(self.bias))
         return functions
 
-    def _checked_seed(self) -> int | None:
+    def _check_seed(self) -> int | None:
         if self.dropout != 0.0 and self.seed is None:
             raise KernelError(
                 f"dropout = {self.dropout} needs a seed. Dropped pairs are a function of the seed and of global"

@@ -1,7 +1,8 @@
 """Changes to scores between the product and the softmax, and to probabilities after it.
 
 A score goes through the soft cap, then ALiBi, the relative bias and the bias tensor, then `score_mod`; the mask hides
-pairs after that, and dropout acts on probabilities at the end. All of them get global positions.
+pairs after that, and dropout acts on probabilities at the end. All of them get global positions. Tensors that score
+functions capture get gradients (`find_captured`, `Totals`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,115 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
+from longspan._torch import tree_map
 from longspan.errors import KernelError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
-from longspan.masks.captures import CaptureSnapshot, difference, frozen
+from longspan.masks.captures import CaptureSnapshot, difference, frozen, tracer_class
 from longspan.masks.functions import Elementwise, check_signature
-from longspan.scoring.captured import Swap, Totals, find_captured
 from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, accumulation_dtype
 from longspan.validate import check_no_tangent
+
+# -- Captured tensors: find them, and give them gradients --------------------------------------------------------------
+# A tensor that a function uses, that needs a gradient and that was not created inside the call is captured, wherever it
+# is stored (closure, global, module). When tiles run, a mode replaces captured tensors by leaves, so that no tile's
+# graph reaches outside its own call.
+
+
+def find_captured(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the tensors from outside that a call under a mode uses and that need a gradient, by first use; and all.
+
+    >>> slopes, table = torch.ones(3, requires_grad=True), torch.ones(3)
+    >>> def call(mode):
+    ...     with mode:
+    ...         return slopes[0] * table[1] + slopes.sum()
+    >>> [t is slopes for t in find_captured(call)[0]]
+    [True]
+    """
+    tracer = tracer_class()(())
+    with torch.enable_grad():
+        call(tracer)
+    used = [tensor for noted in tracer.tensors if (tensor := noted.tensor()) is not None]
+    return tuple(tensor for tensor in used if tensor.requires_grad), used
+
+
+class Swap(TorchFunctionMode):
+    """Runs functions with leaves in place of the captured tensors.
+
+    Elements taken out of a captured tensor by integer indices become leaves too: their gradient is added to the total
+    element by element, where autograd would allocate a zero tensor of full size for every tile.
+    """
+
+    def __init__(self, captured: Sequence[Tensor], values: Sequence[Tensor], *, by_element: bool) -> None:
+        super().__init__()
+        self._leaves = {id(old): new.detach().requires_grad_() for old, new in zip(captured, values, strict=True)}
+        self._number = {id(old): number for number, old in enumerate(captured)}
+        self._by_element = by_element
+        self.taken: list[tuple[int, Index | None, Tensor]] = [
+            (number, None, self._leaves[key]) for key, number in self._number.items()
+        ]
+        """(number of the captured tensor, index or None for all of it, leaf)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        element = self._by_element and func is Tensor.__getitem__ and torch.is_grad_enabled()
+        if element and id(args[0]) in self._leaves:
+            index = _integers(args[1], args[0].ndim)
+            if index is not None:
+                leaf = self._leaves[id(args[0])].detach()[index].requires_grad_()
+                self.taken.append((self._number[id(args[0])], index, leaf))
+                return leaf
+        args = [self._swap(value) for value in args]
+        return func(*args, **{name: self._swap(value) for name, value in (kwargs or {}).items()})
+
+    def _swap(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._leaves.get(id(value), value)
+        return tree_map(self._swap, value) if isinstance(value, tuple | list | dict) else value
+
+
+Index = tuple[Tensor, ...]
+
+
+def _integers(index: Any, ndim: int) -> Index | None:
+    """Return an index of integers and integer tensors as tensors; None for any other index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(i, int | Tensor) and not isinstance(i, bool) for i in parts) or len(parts) > ndim:
+        return None
+    if any(isinstance(i, Tensor) and (i.is_floating_point() or i.dtype == torch.bool) for i in parts):
+        return None
+    device = next((i.device for i in parts if isinstance(i, Tensor)), None)
+    return tuple(torch.as_tensor(i, device=device) for i in parts)
+
+
+class Totals:
+    """The gradients of captured tensors, summed over tiles in float32 (float64 for float64)."""
+
+    def __init__(self, captured: Sequence[Tensor]) -> None:
+        self.values = tuple(t.detach() for t in captured)
+        self.sums = [
+            torch.zeros_like(t, dtype=accumulation_dtype(t.dtype), memory_format=torch.contiguous_format)
+            for t in self.values
+        ]
+
+    def add(self, number: int, index: Index | None, gradient: Tensor) -> None:
+        """Add a gradient of a whole captured tensor, or of the elements taken with an index."""
+        total = self.sums[number]
+        gradient = gradient.to(total.dtype)
+        if index is None:
+            total += gradient
+            return
+        rest = total.shape[len(index) :]
+        at = torch.zeros((), dtype=torch.int64, device=total.device)
+        for i, size in zip(index, total.shape, strict=False):
+            at = at * size + torch.where(i < 0, i + size, i).to(total.device)
+        total.view(-1, *rest).index_add_(0, at.flatten(), gradient.reshape(-1, *rest))
+
+
+NO_TOTALS = Totals(())
 
 # -- Dropout: a hash of (seed, batch row, head, query, key) decides every pair -----------------------------------------
 # It does not depend on rank, scheme, tile or order of computation, so one device and a thousand drop the same pairs.
@@ -63,8 +162,8 @@ class Dropout:
         >>> 0.73 < kept.float().mean() < 0.77
         tensor(True)
         """
-        row = _mixed(_mixed(_mixed(_mixed(torch.full_like(b, self.seed)) + b) + h) + q)
-        drawn = _mixed(row + _mixed(kv * 2 + 1)) >> (64 - _BITS)
+        row = _hash(_hash(_hash(_hash(torch.full_like(b, self.seed)) + b) + h) + q)
+        drawn = _hash(row + _hash(kv * 2 + 1)) >> (64 - _BITS)
         return drawn & ((1 << _BITS) - 1) >= round(self.p * (1 << _BITS))
 
     def factor(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +177,7 @@ def dropout_of(p: float, seed: int) -> Dropout | None:
     return None if dropout.p == 0.0 else dropout
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """Hash int64 numbers (splitmix64): every bit of the result depends on every bit of the input."""
     x = x + _GOLDEN
     x ^= (x >> 30) & ((1 << 34) - 1)  # >> keeps the sign: cut off what it brings in
@@ -133,11 +232,9 @@ class Scoring:
         assert self.like is not None
         snapshots: list[CaptureSnapshot] = []
         for number, function in enumerate(self.functions):
-            call = function.elementwise.function if isinstance(function, ScoreFunction) else function
-            before = self.reads[number] if self.reads else None
-            snapshots.append(
-                CaptureSnapshot.of(call, (self.like.clone(), *self._pair()), before)
-            )  # it may work in place
+            call = function.function if isinstance(function, Elementwise) else function
+            before, score = self.reads[number] if self.reads else None, self.like.clone()  # it may work in place
+            snapshots.append(CaptureSnapshot.of(call, (score, *self._pair()), before))
         return tuple(snapshots)
 
     def check_unchanged(self) -> None:
@@ -150,18 +247,18 @@ class Scoring:
                 f" a copy of what it reads."
             )
 
-    def settled(self, score: Tensor, *index: Tensor) -> Scoring:
+    def detect_tile_support(self, score: Tensor, *index: Tensor) -> Scoring:
         """Find out on a tile whether the user's functions take tiles; return self."""
         for function in self.functions:
-            if isinstance(function, ScoreFunction):
+            if isinstance(function, Elementwise):
                 with torch.no_grad():
-                    function.elementwise.settle(score, *index)
+                    function.settle(score, *index)
         return self
 
     @property
     def broadcasts(self) -> bool:
         """Whether every function takes tiles."""
-        return all(f.elementwise.broadcasts is not False for f in self.functions if isinstance(f, ScoreFunction))
+        return all(f.broadcasts is not False for f in self.functions if isinstance(f, Elementwise))
 
     def apply(
         self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, mode: AbstractContextManager[Any] = PLAIN
@@ -170,8 +267,10 @@ class Scoring:
         for function in self.functions:
             with mode:
                 result = function(score, b, h, q, kv)
-            if not isinstance(result, Tensor) or not result.is_floating_point() or not _broadcasts(result, score):
-                is_tensor = isinstance(result, Tensor)
+            is_tensor = isinstance(result, Tensor)
+            dims = zip(reversed(result.shape), reversed(score.shape), strict=False) if is_tensor else ()
+            fits = is_tensor and result.ndim <= score.ndim and all(a in (1, b) for a, b in dims)
+            if not fits or not result.is_floating_point():
                 kind = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
                 raise KernelError(
                     f"score_mod got scores of shape {tuple(score.shape)} and returned {kind}. It must return a"
@@ -182,30 +281,14 @@ class Scoring:
         return score
 
 
-def _broadcasts(result: Tensor, score: Tensor) -> bool:
-    pairs = zip(reversed(result.shape), reversed(score.shape), strict=False)
-    return result.ndim <= score.ndim and all(a in (1, b) for a, b in pairs)
-
-
-class ScoreFunction:
-    """A user's score_mod, called on tiles, or mapped over single pairs if it does not take tiles.
-
-    `call` is called in its place: of a recorded function, whether it takes tiles is remembered for its text.
-    """
-
-    def __init__(self, function: Any, call: ScoreMod | None = None) -> None:
-        if call is None:
-            if not callable(function):
-                raise KernelError(
-                    f"score_mod must be a function (score, b, h, q_idx, kv_idx) -> score, but got"
-                    f" {type(function).__name__}."
-                )
-            check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
-            call = frozen(function)
-        self.elementwise = Elementwise(function, call)
-
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return self.elementwise(score, b, h, q, kv)
+def score_function(function: Any) -> Elementwise:
+    """Return a user's score_mod, callable on tiles; raise if it is no function of a score and a pair."""
+    if not callable(function):
+        raise KernelError(
+            f"score_mod must be a function (score, b, h, q_idx, kv_idx) -> score, but got {type(function).__name__}."
+        )
+    check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
+    return Elementwise(function, frozen(function))
 
 
 # -- The pairs of one compute: mask function, score function, dropout --------------------------------------------------
@@ -251,8 +334,8 @@ class TilePositions:
 class TilePairs:
     """The pairs of one compute, for kernels that honour functions of positions.
 
-    Most kernels call `allowed`, `change`, `pull` and `factor`; `flex` runs the functions itself. `known` holds results
-    that depend on the mask's functions.
+    Most kernels call `allowed_pairs`, `change`, `pull` and `factor`; `flex` runs the functions itself. `known` holds
+    results that depend on the mask's functions.
     """
 
     def __init__(
@@ -274,7 +357,7 @@ class TilePairs:
         part._allowed = self._allowed  # of one plane, for all heads
         return part
 
-    def allowed(self, tile: Tile) -> Tensor:
+    def allowed_pairs(self, tile: Tile) -> Tensor:
         """Return (q, k) booleans: the result of the mask's function for a tile that asks, without bands."""
         assert self.predicate is not None, "only tiles of an opaque plane ask"
         if tile not in self._allowed:
@@ -289,7 +372,7 @@ class TilePairs:
         """Return scaled scores after the score functions."""
         assert self.scoring is not None
         index = self.where.index(tile)
-        scoring = self.scoring.settled(scores_BHqk, *index)
+        scoring = self.scoring.detect_tile_support(scores_BHqk, *index)
         with torch.no_grad():
             return scoring.apply(scores_BHqk, *index)
 
@@ -297,7 +380,7 @@ class TilePairs:
         """Return the result of `change` and its backward, which also adds gradients of captured tensors to `totals`."""
         assert self.scoring is not None
         index = self.where.index(tile)
-        scoring = self.scoring.settled(scores_BHqk, *index)
+        scoring = self.scoring.detect_tile_support(scores_BHqk, *index)
         swap = Swap(scoring.captured, self.totals.values, by_element=scoring.broadcasts)
         with _torch.recording():
             leaf = scores_BHqk.detach().requires_grad_()

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.errors import KernelError
-from longspan.scoring.pipeline import ScoreFunction, Scoring, dropout_of
+from longspan.masks.functions import Elementwise
+from longspan.scoring.pipeline import Scoring, dropout_of
 from longspan.tile import accumulation_dtype
 
 # -- A score function as text, which compiled code passes to the operator ----------------------------------------------
@@ -52,7 +53,7 @@ class Operands:
     numbers: Sequence[int] = ()
     reals: Sequence[float] = ()
 
-    def named(self) -> Values:
+    def by_name(self) -> Values:
         lists = ("c", self.captured), ("k", self.constants), ("i", self.numbers), ("f", self.reals)
         return {f"{letter}{at}": value for letter, values in lists for at, value in enumerate(values)}
 
@@ -71,13 +72,13 @@ class ScoreText:
     def function(self, operands: Operands) -> Callable[..., Tensor]:
         """Return the score function with these operands.
 
-        >>> text = parsed("t5 = Tensor.__getitem__(c0, t2)\\nt6 = Tensor.mul(t0, t5)\\nreturn t6")
+        >>> text = parse_text("t5 = Tensor.__getitem__(c0, t2)\\nt6 = Tensor.mul(t0, t5)\\nreturn t6")
         >>> scaled = text.function(Operands(captured=[torch.tensor([2.0, 3.0])]))
         >>> head = torch.tensor(1)
         >>> scaled(torch.tensor(5.0), head, head, head, head)
         tensor(15.)
         """
-        known = operands.named()
+        known = operands.by_name()
 
         def run(*arguments: Tensor) -> Tensor:
             values = known | {f"t{i}": argument for i, argument in enumerate(arguments)}
@@ -95,27 +96,27 @@ class ScoreText:
 def scoring_of(text: str, operands: Operands, like: Tensor) -> Scoring:
     """Return the scoring of a text and its operands, for a call with tensors like this one."""
     score_text = _parse(text, operands)
-    dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.named()))
+    dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.by_name()))
     score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
-    function = ScoreFunction(score_text, score_text.function(operands))
+    function = Elementwise(score_text, score_text.function(operands))
     return Scoring((function,), tuple(operands.captured), dropout, like=score)
 
 
 def bias_in(text: str, operands: Operands) -> Tensor | None:
     """Return the bias tensor, which must be as long as the sequence, or None."""
     name = _parse(text, operands).bias
-    return None if name is None else operands.named()[name]
+    return None if name is None else operands.by_name()[name]
 
 
 def _parse(text: str, operands: Operands) -> ScoreText:
-    return parsed(text, tuple(t.ndim for t in (*operands.captured, *operands.constants)))
+    return parse_text(text, tuple(t.ndim for t in (*operands.captured, *operands.constants)))
 
 
 @lru_cache(maxsize=256)
-def parsed(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
+def parse_text(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
     """Parse a text. `dims` are part of the cache key: whether a function takes tiles may depend on them.
 
-    >>> parsed("dropout(f0, i0)\\nreturn t0").dropout({"f0": 0.5, "i0": 7})
+    >>> parse_text("dropout(f0, i0)\\nreturn t0").dropout({"f0": 0.5, "i0": 7})
     (0.5, 7)
     """
     lines: list[tuple[tuple[str, ...], Get]] = []
@@ -240,9 +241,13 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if _in_place(func) and not self._depends(args[:1]):
             self.refuse(f"it changes a tensor that it captured in place, by {name}")
-        operands = [self.written(value) for value in args]
-        operands += [f"{key}={self.written(value)}" for key, value in kwargs.items()]
-        result = _example(name, func, args, kwargs)
+        operands = [self.write_value(value) for value in args]
+        operands += [f"{key}={self.write_value(value)}" for key, value in kwargs.items()]
+        if name == "__getitem__":  # by 0: PyTorch would look at the index's value
+            at = args[1] if isinstance(args[1], tuple) else (args[1],)
+            result = func(args[0], tuple([0 if _is_index(i) else i for i in at]))
+        else:
+            result = func(*args, **kwargs)
         self._note(f"{where}({', '.join(operands)})", name, result)
         return result
 
@@ -269,7 +274,7 @@ class _Recorder(TorchFunctionMode):
     def _note_roots(self, values: Any) -> None:
         self.roots.extend([tensor for tensor in _tensors(values) if tensor not in self.created])
 
-    def written(self, value: Any) -> str:
+    def write_value(self, value: Any) -> str:
         """Return a value as it is written in the text."""
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -282,10 +287,10 @@ class _Recorder(TorchFunctionMode):
             self.result.reals.append(value)
             return f"f{len(self.result.reals) - 1}"
         if isinstance(value, tuple | list):
-            parts = ", ".join([self.written(part) for part in value])
+            parts = ", ".join([self.write_value(part) for part in value])
             return f"({parts}{',' if len(value) == 1 else ''})" if isinstance(value, tuple) else f"[{parts}]"
         if isinstance(value, slice):
-            return f"slice({self.written(value.start)}, {self.written(value.stop)}, {self.written(value.step)})"
+            return f"slice({', '.join(map(self.write_value, (value.start, value.stop, value.step)))})"
         if isinstance(value, torch.dtype):
             return f"{value}"
         if isinstance(value, torch.device):
@@ -352,14 +357,6 @@ def _place_of(func: Any) -> str:
     return ""
 
 
-def _example(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the operation's result for any one pair, indexing by 0: PyTorch would look at the index's value."""
-    if name != "__getitem__":
-        return func(*args, **kwargs)
-    at = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return func(args[0], tuple([0 if _is_index(i) else i for i in at]))
-
-
 def _is_index(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point() and value.dtype != torch.bool
 
@@ -389,7 +386,7 @@ def record(functions: ScoreMods, score: Tensor) -> Recorded:
         )
     # Without autocast, as the operator runs them; with a graph break inside, only a part would be recorded.
     with torch.autocast(score.device.type, enabled=False), whole_graph():
-        first, second = _recorded(functions, score), _recorded(functions, score)
+        first, second = _record(functions, score), _record(functions, score)
     if first.result.why == "" and not _same_reads(first, second):
         first.refuse(
             "it reads something that every call creates without a recorded operation (an attribute like x.T, a loop"
@@ -398,7 +395,7 @@ def record(functions: ScoreMods, score: Tensor) -> Recorded:
     return first.result
 
 
-def _recorded(functions: ScoreMods, score: Tensor) -> _Recorder:
+def _record(functions: ScoreMods, score: Tensor) -> _Recorder:
     dtype, score = score.dtype, score.clone()  # a function may work in place
     index = [torch.zeros((), dtype=torch.int64, device=score.device) for _ in range(4)]
     recorder, calls = _Recorder([score, *index]), higher_order_calls()
@@ -414,7 +411,7 @@ def _recorded(functions: ScoreMods, score: Tensor) -> _Recorder:
             score = result if result.dtype == dtype else result.to(dtype)
     if higher_order_calls() != calls:
         recorder.refuse("it uses an autograd.Function, torch.cond or the like")
-    recorder.lines.append(f"return {recorder.written(score)}")
+    recorder.lines.append(f"return {recorder.write_value(score)}")
     recorder.result.text = "\n".join(recorder.lines)
     return recorder
 

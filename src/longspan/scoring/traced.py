@@ -40,7 +40,7 @@ class Program:
 
     @cached_property
     def graph(self) -> GraphModule:
-        return _trace_or_refuse(lambda: _torch.traced(self.function, [x.detach() for x in self.examples]))
+        return _trace_or_refuse(lambda: _torch.trace_function(self.function, [x.detach() for x in self.examples]))
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -49,7 +49,7 @@ class Program:
     @cached_property
     def gradient(self) -> GraphModule:
         """The graph (score, b, h, i, j, gradient, buffers) -> gradients; those of captured tensors by index only."""
-        graph = _trace_or_refuse(lambda: _torch.traced_gradient(self.function, self.examples, 4))
+        graph = _trace_or_refuse(lambda: _torch.trace_gradient(self.function, self.examples, 4))
         if False in _torch.adds_by_index(graph):
             raise KernelError(
                 "kernel 'flex' adds gradients of captured tensors up by index, but the score function uses one of them"
@@ -73,12 +73,12 @@ class Program:
         assert len(given) == self.num_given
         return [*given, *(_element(captured[use]) if isinstance(use, int) else use for use in self.used)]
 
-    def marked(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def mark_differentiable(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return these arguments, with requires_grad set for those that get a gradient."""
         kinds = _torch.adds_by_index(self.gradient)
         return [x if kind is None else x.detach().requires_grad_() for x, kind in zip(values, kinds, strict=True)]
 
-    def captured(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+    def captured_gradients(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
         """Yield (number of a captured tensor, gradient) from the gradients of all arguments after the numbers."""
         for use, gradient in zip(self.used, gradients[self.num_given :], strict=True):
             if isinstance(use, int) and gradient is not None:

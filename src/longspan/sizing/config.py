@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from longspan.errors import PlanError
@@ -183,8 +184,9 @@ def built_in_config(name: str) -> dict[str, Any]:
     ending = next((variant for variant in VARIANTS if short.endswith(variant) and short not in HUB), "")
     known = HUB.get(short.removesuffix(ending), name)
     if known not in BUILT_IN:
+        near = get_close_matches(short, BUILT_IN, 1, 0.8)
         raise PlanError(
-            f"`model` must be one of {', '.join(BUILT_IN)}, but got {name!r:.60}. For another model, pass its file with"
-            " --config."
+            f"`model` must be one of {', '.join(BUILT_IN)}, but got {name!r:.60}."
+            f"{f' Did you mean {near[0]}?' if near else ''} For another model, pass its file with --config."
         )
     return dict(BUILT_IN[known][0])

@@ -288,9 +288,9 @@ def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
             f" are sized: save its text_config as a file and pass that."
         )
     if name in FAMILIES:
-        return _transformer(reader, FAMILIES[name])
+        return replace(_transformer(reader, FAMILIES[name]), config=config)
     if name in HYBRID_FAMILIES:
-        return HYBRID_FAMILIES[name](reader)
+        return replace(HYBRID_FAMILIES[name](reader), config=config)
     known = ", ".join(sorted((*FAMILIES, *HYBRID_FAMILIES)))
     raise PlanError(f"`model_type` of the configuration must be one of {known}, but got {name!r:.60}.")
 

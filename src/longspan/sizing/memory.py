@@ -6,6 +6,9 @@ are those of FSDP over all ranks (`fully_shard` for each layer and for the model
 layer are gathered while it runs and while the layer before it runs. With `offload_policy=CPUOffloadPolicy()`, shards
 are on the host, and Adam runs there.
 
+With tensor or expert parallelism (`sizing.parallel`), FSDP shards a rank's part of the model: over the ranks of data
+and context parallel, and its experts over all GPUs / ep.
+
 Counted are the bytes of tensors, as PyTorch requests them. Fragmentation and the memory of CUDA and NCCL are not
 counted: `RESERVE` is an assumption for them.
 """
@@ -152,10 +155,20 @@ class TrainingStep:
     recipe: Recipe
 
     def __post_init__(self) -> None:
-        if self.recipe.lora and (why := why_no_lora(self.sizes)) is not None:
+        sizes, recipe = self.sizes, self.recipe
+        if recipe.lora and (why := why_no_lora(sizes)) is not None:
             raise PlanError(f"`lora` must be 0 for this model: {why}. Leave it out.")
+        if sizes.tp > 1 and recipe.lora:
+            raise PlanError(f"`lora` must be 0 with tensor parallelism, but got {recipe.lora}. Leave one of them out.")
+        if sizes.tp > 1 and recipe.mlp_chunks > 1:
+            raise PlanError(
+                f"`mlp_chunks` must be 1 with tensor parallelism, but got {recipe.mlp_chunks}: `training.tile` is not"
+                " tested on modules that are split. Leave one of them out."
+            )
+        if self.ranks * sizes.tp % sizes.ep:
+            raise PlanError(f"`ep` must divide the {self.ranks * sizes.tp} GPUs, but got {sizes.ep}. Use a divisor.")
 
-    def trained(self, part: LayerSizes | ModelSizes) -> int:
+    def num_trained(self, part: LayerSizes | ModelSizes) -> int:
         """Return how many parameters of a layer or model train."""
         return part.adapters(self.recipe.lora) if self.recipe.lora else part.params
 
@@ -163,9 +176,21 @@ class TrainingStep:
         """Return how many of them do not."""
         return part.params if self.recipe.lora else 0
 
-    def shard(self, count: int) -> int:
-        """Return how many of so many parameters a rank holds."""
-        return -(-count // self.ranks)
+    def shard(self, part: LayerSizes | ModelSizes, *, frozen: bool = False) -> int:
+        """Return how many of the parameters of a layer or model that train, or of those that do not, a rank holds."""
+        count = self.frozen(part) if frozen else self.num_trained(part)
+        experts = part.expert_params if self.sizes.ep > 1 else 0
+        return -(-(count - experts) // self.ranks) + -(-experts // self.expert_ranks)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that FSDP shards experts over."""
+        return self.ranks * self.sizes.tp // self.sizes.ep
+
+
+def step_without_attention(sizes: ModelSizes, tokens: int, ranks: int, recipe: Recipe) -> TrainingStep:
+    """Return a step without remote K/V and without memory inside kernels, for lower bounds."""
+    return TrainingStep(sizes, tokens, ranks, {heads: AttentionBytes(0, 0) for heads in sizes.attentions}, recipe)
 
 
 def why_no_lora(sizes: ModelSizes) -> str | None:
@@ -191,13 +216,14 @@ def step_memory(step: TrainingStep) -> StepMemory:
     itemsize, state_size, dtype, state = recipe.itemsize, recipe.state_size, recipe.dtype, recipe.state
 
     # The shards of a rank, and the parameters outside of layers, which FSDP keeps gathered.
-    shard, frozen = step.shard(step.trained(sizes)), step.shard(step.frozen(sizes))
-    over = f" / {step.ranks:,} ranks" if step.ranks > 1 else ""
+    shard, frozen = step.shard(sizes), step.shard(sizes, frozen=True)
+    over = " on a rank of tp and ep" if sizes.whole is not None else ""
+    over += f" / {step.ranks:,} ranks" if step.ranks > 1 else ""
     of, trains = f"{sizes.params / 1e9:,.2f}e9{over}, ", "parameters" if not recipe.lora else "adapters"
     if recipe.lora:
         parameters = (
             MemoryLine("parameters", frozen * itemsize, f"{of}{dtype}, frozen"),
-            MemoryLine("adapters", shard * state_size, f"{step.trained(sizes) / 1e6:,.1f}e6{over}, {state}"),
+            MemoryLine("adapters", shard * state_size, f"{step.num_trained(sizes) / 1e6:,.1f}e6{over}, {state}"),
         )
     else:
         parameters = (MemoryLine("parameters", shard * state_size, f"{of}{state}"),)
@@ -210,7 +236,7 @@ def step_memory(step: TrainingStep) -> StepMemory:
     on_host = 0
     if recipe.offload_optimizer:
         on_host = sum(line.size for line in (*held, *grown))
-        size = step.shard(step.trained(largest)) * state_size + step.shard(step.frozen(largest)) * itemsize
+        size = step.shard(largest) * state_size + step.shard(largest, frozen=True) * itemsize
         held, grown, last_moment = (MemoryLine("shards in transit", 2 * size, "of two layers, from the host"),), (), ()
     before, after = (*held, root), (*held, *grown, root)
 
@@ -223,12 +249,13 @@ def step_memory(step: TrainingStep) -> StepMemory:
         kept = MemoryLine("inputs of layers", 2 * rows, f"2 of {len(layers)} in transit; the rest on the host")
     else:
         kept = MemoryLine("inputs of layers", len(layers) * rows, f"{len(layers)} layers, checkpointed")
-    last = _kept(step, sizes.last)
-    last_rows = MemoryLine("last hidden states", last + rows, "with what the last norm keeps")
+    last = _kept_bytes(step, sizes.last)
+    size = last + step.tokens * sizes.hidden * itemsize
+    last_rows = MemoryLine("last hidden states", size, "with what the last norm keeps")
 
     # The layer whose backward needs most, and what FSDP gathers and reduces around one layer.
     worst = max(dict.fromkeys(layers), key=lambda layer: sum(line.size for line in _backward(step, layer)))
-    gathered, reduced = step.trained(largest) + step.frozen(largest), step.trained(largest)
+    gathered, reduced = step.num_trained(largest) + step.frozen(largest), step.num_trained(largest)
     around = (
         MemoryLine("gathered layers", 2 * gathered * itemsize, f"this one and the next, {dtype}"),
         MemoryLine("gradient of a layer", reduced * (itemsize + state_size), f"whole; also in {state}, being reduced"),
@@ -237,7 +264,7 @@ def step_memory(step: TrainingStep) -> StepMemory:
     if not recipe.checkpointing:
         first = MemoryLine("activations", _layer_kept(step, worst), "of the only layer that is left")
 
-    # FSDP reduces the gradient of the head together with the embedding's, at the end. Both are frozen beside adapters.
+    # FSDP reduces the gradient of the head with the embedding's, at the end. Both are frozen if adapters train.
     head = root_gradient = ()
     if not recipe.lora:
         why = f"{dtype}, until the embedding's is there"
@@ -280,10 +307,10 @@ def loss_lines(sizes: ModelSizes, tokens: int, recipe: Recipe) -> tuple[MemoryLi
 
 
 def _input_bytes(step: TrainingStep) -> int:
-    return step.tokens * step.sizes.hidden * step.recipe.itemsize
+    return step.tokens * step.sizes.row * step.recipe.itemsize
 
 
-def _kept(step: TrainingStep, module: ModuleSizes, *, in_chunks: bool = False, inputs: int | None = None) -> int:
+def _kept_bytes(step: TrainingStep, module: ModuleSizes, *, in_chunks: bool = False, inputs: int | None = None) -> int:
     """Return the bytes that a module keeps; in chunks, those of one chunk, and of its inputs (numbers of a token)."""
     size, recipe = module.kept_bytes(step.recipe.itemsize, step.recipe.lora), step.recipe
     rows = step.tokens
@@ -301,7 +328,7 @@ def _layer_kept(step: TrainingStep, layer: LayerSizes, num_blocks: int | None = 
         for place, module in enumerate(block.modules):
             # The input of the first norm is the layer's, and an MLP in chunks keeps its own once.
             is_first = number == place == 0 or (in_chunks and not module.tiled)
-            size += _kept(step, module, in_chunks=in_chunks, inputs=0 if is_first else None)
+            size += _kept_bytes(step, module, in_chunks=in_chunks, inputs=0 if is_first else None)
         if in_chunks and step.recipe.mlp_chunks > 1:
             size += (step.tokens - -(-step.tokens // step.recipe.mlp_chunks)) * step.sizes.hidden * step.recipe.itemsize
     return size
@@ -324,6 +351,8 @@ def _backward_of_blocks(step: TrainingStep, layer: LayerSizes) -> Iterator[tuple
         if block.kind in ("mlp", "experts") and recipe.mlp_chunks > 1:
             rows, inputs = -(-rows // recipe.mlp_chunks), 3  # gradients of chunks are joined
         working = rows * block.working * recipe.itemsize + inputs * _input_bytes(step)
+        if step.sizes.tp > 1 and block.gathers:  # the gradient of its output is gathered
+            working += step.tokens * step.sizes.hidden * recipe.itemsize
         again: tuple[MemoryLine, ...] = ()
         if recipe.checkpointing:
             again = (MemoryLine("one layer", kept, f"recomputed: {kept / step.tokens:,.0f} bytes a token"),)

@@ -13,7 +13,8 @@ what the activation gives, up, and their product, 4 + 4 * 8 numbers of 2 bytes:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.sizing.config import ConfigReader
@@ -47,12 +48,18 @@ class ModuleSizes:
     """Of what is kept, what only the gradient of its own weight needs; of a linear layer, its adapter needs it too."""
     for_weight_wide: int = 0
     """The same in float32."""
+    sent: int = 0
+    """Numbers of one token that go to its experts, and come back, where those are on other ranks."""
     tiled: int = 0
     """Numbers of its input, which is all that it keeps of a token where `training.tile` runs it over a few tokens at a
     time; 0: it is not tiled by itself."""
 
+    @property
+    def active_params(self) -> int:
+        return self.params if self.active is None else self.active
+
     def kept_bytes(self, itemsize: int, lora: int = 0) -> int:
-        """Return the bytes of one token that are kept; with `lora`, where weights are frozen beside adapters of this
+        """Return the bytes of one token that are kept; with `lora`, where weights are frozen, next to adapters of this
         rank, which keep their inner rows."""
         copies = self.kept_copies * WIDE if itemsize < WIDE else 0
         size = self.kept * itemsize + self.kept_wide * WIDE + copies + self.kept_indices * INDEX
@@ -80,6 +87,8 @@ class Block:
     kind: str
     modules: tuple[ModuleSizes, ...]
     heads: Heads | None = None
+    gathers: bool = True
+    """Whether tensor parallelism gathers its input and reduces its output."""
 
     @property
     def params(self) -> int:
@@ -87,7 +96,11 @@ class Block:
 
     @property
     def active_params(self) -> int:
-        return sum(module.params if module.active is None else module.active for module in self.modules)
+        return sum(module.active_params for module in self.modules)
+
+    @property
+    def expert_params(self) -> int:
+        return sum(module.params for module in self.modules if module.name == "experts")
 
     @property
     def products(self) -> int:
@@ -121,6 +134,10 @@ class LayerSizes:
     def active_params(self) -> int:
         return sum(block.active_params for block in self.blocks)
 
+    @property
+    def expert_params(self) -> int:
+        return sum(block.expert_params for block in self.blocks)
+
     def adapters(self, rank: int) -> int:
         """Return the parameters of LoRA adapters of this rank."""
         return sum(block.adapters(rank) for block in self.blocks)
@@ -141,6 +158,17 @@ class ModelSizes:
     layers: tuple[LayerSizes, ...]
     last: ModuleSizes
     """The norm after the last layer."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The configuration that these are the sizes of."""
+    tp: int = 1
+    ep: int = 1
+    whole: ModelSizes | None = field(default=None, repr=False)
+    """Where these are the sizes of one rank's part, with tensor and expert parallelism: those of the model."""
+
+    @property
+    def row(self) -> int:
+        """Numbers of one token between blocks, which tensor parallelism shards."""
+        return -(-self.hidden // self.tp)
 
     @property
     def root_params(self) -> int:
@@ -156,6 +184,10 @@ class ModelSizes:
     def active_params(self) -> int:
         """Parameters that one token meets; those of the embedding and the head included."""
         return self.root_params + sum(layer.active_params for layer in self.layers)
+
+    @property
+    def expert_params(self) -> int:
+        return sum(layer.expert_params for layer in self.layers)
 
     def adapters(self, rank: int) -> int:
         """Return the parameters of LoRA adapters of this rank, in layers only: head and embedding have none."""
@@ -234,7 +266,7 @@ def experts(
     kept = active * (2 * hidden + (kept_inner or 2 * (ways - 1)) * inner)
     working = active * ((ways - 1) * inner + hidden)
     router = ModuleSizes("router", total * (hidden + bias), hidden, total, kept_indices=4 * active)
-    return router, ModuleSizes("experts", total * one, kept, working=working, active=active * one)
+    return router, ModuleSizes("experts", total * one, kept, working=working, active=active * one, sent=active * hidden)
 
 
 # -- MLPs and experts of a layer, from a configuration -----------------------------------------------------------------

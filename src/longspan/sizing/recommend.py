@@ -1,20 +1,21 @@
 """Recommend configurations of a training step: search, keep what fits, and order by predicted time per token.
 
-Searched are all meshes of data x context parallel that use every GPU, the kernels that `kernel="auto"` may run there,
-the scheme that "auto" chooses beside a ring, an all-to-all and an exchange in stages, checkpointing, offload of layer
-inputs, MLPs and norms in chunks, and shards with their optimizer on the host. The time of the last is a lower bound, so
-it comes after all others.
+The search tries all meshes of data x context parallel that use every GPU and the kernels that `kernel="auto"` may run
+there. On each mesh it tries the scheme that "auto" chooses, a ring, an all-to-all, and an exchange with limited remote
+K/V; checkpointing, offload of layer inputs, MLPs and norms in chunks, and shards with their optimizer on the host. The
+time of the last is a lower bound, so it comes after all others.
 
-Not searched: tensor, pipeline and expert parallelism, of which memory and time are not modelled, and what changes
-results: adapters, dtypes, and the length of the sequence. They are proposed where nothing fits.
+Tensor and expert parallelism are as the request states them. They are not searched, and neither is what changes
+results: adapters, dtypes, and the length of the sequence. All of these are proposed where nothing fits. Pipeline
+parallelism is not modelled.
 
 The set of configurations does not depend on memory, so that more memory never gives a slower one.
 
 >>> from longspan.planning.machine import machines_of_gpu
 >>> from longspan.sizing import built_in_config, sizes_of
->>> asked = Request(sizes_of(built_in_config("qwen3-8b")), 32768, 8, machines_of_gpu("h100"), memory=80)
->>> first = recommend(asked).best[0]
->>> first.data_parallel * first.ranks, first.memory.peak.size <= asked.room
+>>> request = Request(sizes_of(built_in_config("qwen3-8b")), 32768, 8, machines_of_gpu("h100"), memory=80)
+>>> first = recommend(request).best[0]
+>>> first.data_parallel * first.ranks, first.memory.peak.size <= request.room
 (8, True)
 """
 
@@ -34,14 +35,14 @@ from longspan.planning.plan import Plan
 from longspan.planning.steps import Sizes
 from longspan.sizing.memory import (
     RESERVE,
-    AttentionBytes,
     Recipe,
     StepMemory,
-    TrainingStep,
     step_memory,
+    step_without_attention,
     why_no_lora,
 )
 from longspan.sizing.modules import Heads, ModelSizes
+from longspan.sizing.parallel import axis_machine, split_model
 from longspan.sizing.time import (
     PlanOptions,
     StepCost,
@@ -53,18 +54,20 @@ from longspan.sizing.time import (
     step_time,
     training_step,
     why_no_time,
-    widest,
+    widest_mask,
 )
 
 NUMBER = 3
 DIFFERENCE = 0.01
 """Of two configurations, the slower one is listed only if it needs at least this share less memory."""
 SCHEMES = ("auto", "ring", "all_to_all")
-MAX_STAGED_RANKS = 32
-"""Ranks up to which an exchange in stages is tried, where all GPUs share a sequence: its stages, and the time to plan
-them, grow with the ranks."""
+MAX_LIMITED_RANKS = 32
+"""Ranks up to which an exchange with limited remote K/V is tried, where all GPUs share a sequence: its stages, and the
+time to plan them, grow with the ranks."""
 MAX_GPUS, MAX_NODES = 1024, 16
 """The search for GPUs on which a step fits tries powers of two up to this, and this many whole nodes."""
+SPLITS = (2, 4, 8)
+"""Numbers of ranks for tensor and expert parallelism that are proposed where nothing fits."""
 LORA = 16
 """Rank of adapters that is proposed where nothing fits."""
 
@@ -91,12 +94,22 @@ class Request:
     fetch_bytes: int | None = None
     """The only limit of remote K/V to use, as in `longspan.plan`. By default an exchange is also tried whose limit is
     the size of a rank's own K/V."""
+    tp: int = 1
+    """Ranks that share heads and inner sizes (tensor parallel)."""
+    ep: int = 1
+    """Ranks that share experts (expert parallel); they are ranks of the other axes as well."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus > 1 << 16:
             raise PlanError(f"`gpus` must be from 1 to {1 << 16}, but got {self.gpus}.")
-        nothing = {heads: AttentionBytes(0, 0) for heads in self.sizes.attentions}
-        step = TrainingStep(self.sizes, 1, 1, nothing, replace(self.recipe, offload_optimizer=True))
+        part = self.part  # raises an error if tp or ep does not divide the model
+        if self.gpus % self.tp:
+            raise PlanError(f"`tp` must divide the {self.gpus} GPUs, but got {self.tp}. Use a divisor.")
+        for machine in self.machines:  # raises an error if an axis does not divide a node
+            axis_machine(machine, self.tp)
+            axis_machine(machine, self.ep)
+        on_host = replace(self.recipe, offload_optimizer=True)
+        step = step_without_attention(part, 1, self.sequence_ranks, on_host)
         whys = [self._why_no_kernel(machine) or why_no_time(step, machine) for machine in self.machines]
         if None not in whys:
             raise PlanError(
@@ -107,12 +120,22 @@ class Request:
 
     def _why_no_kernel(self, machine: Machine) -> str | None:
         """Return why attentions of the model would run another kernel than the machine's."""
-        for heads in self.sizes.attentions:
+        for heads in self.part.attentions:
             sizes = Sizes(heads.q_heads, heads.kv_heads, heads.head_dim, heads.v_head_dim, self.recipe.itemsize)
             why = why_not(machine.kernel, sizes, functions=not self.planned_mask.is_structured)
             if why is not None:
                 return why
         return None
+
+    @cached_property
+    def part(self) -> ModelSizes:
+        """The part of the model that a rank of tensor and expert parallelism has."""
+        return split_model(self.sizes, self.tp, self.ep)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks of data and context parallel."""
+        return self.gpus // self.tp
 
     @cached_property
     def planned_mask(self) -> Mask:
@@ -127,34 +150,38 @@ class Request:
     @property
     def recipes(self) -> list[Recipe]:
         """The recipes to try."""
-        found = [replace(one, logits=self.recipe.logits) for one in recipes(self.recipe)]
-        places = (True,) if self.recipe.offload_optimizer else (False, True)
-        return list(dict.fromkeys(replace(one, offload_optimizer=place) for place in places for one in found))
+        choices = [replace(one, logits=self.recipe.logits) for one in recipes(self.recipe, self.tp)]
+        on_host = (True,) if self.recipe.offload_optimizer else (False, True)
+        return list(dict.fromkeys(replace(one, offload_optimizer=value) for value in on_host for one in choices))
 
     def least_bytes(self, ranks: int, recipe: Recipe) -> int:
         """Return a lower bound of memory: tokens spread evenly, and no attention."""
-        nothing = {heads: AttentionBytes(0, 0) for heads in self.sizes.attentions}
         tokens = -(-self.seq_len // ranks) * self.batch
-        return step_memory(TrainingStep(self.sizes, tokens, self.gpus, nothing, recipe)).peak.size
+        return step_memory(step_without_attention(self.part, tokens, self.sequence_ranks, recipe)).peak.size
 
-    def planned(self, ranks: int) -> Iterator[Planned]:
+    def plans(self, ranks: int) -> Iterator[Planned]:
         """Yield the plans of all schemes and kernels for sequences over this many ranks, each once."""
-        layout = layouts.balanced(widest(self.sizes, self.planned_mask), world_size=ranks, seq_len=self.seq_len)
-        tokens, itemsize = -(-self.seq_len // ranks) * self.batch, self.recipe.itemsize
-        own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in self.sizes.attentions), default=0)
+        layout = layouts.balanced(widest_mask(self.part, self.planned_mask), world_size=ranks, seq_len=self.seq_len)
+        tokens, itemsize, attentions = (
+            -(-self.seq_len // ranks) * self.batch,
+            self.recipe.itemsize,
+            self.part.attentions,
+        )
+        own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in attentions), default=0)
         schemes = [(scheme, self.fetch_bytes) for scheme in (SCHEMES if self.scheme is None else (self.scheme,))]
-        if self.scheme is None and self.fetch_bytes is None and own and 1 < ranks == self.gpus <= MAX_STAGED_RANKS:
+        has_all = 1 < ranks == self.sequence_ranks <= MAX_LIMITED_RANKS
+        if self.scheme is None and self.fetch_bytes is None and own and has_all:
             schemes.append(("exchange", tokens * own * itemsize))
         for machine in self.machines:
             seen: set[tuple[str, ...]] = set()
             for scheme, limit in schemes:
-                if scheme != "auto" and (ranks == 1 or not self.sizes.attentions) and seen:
+                if scheme != "auto" and (ranks == 1 or not attentions) and seen:
                     continue
-                if scheme == "all_to_all" and any(ranks > heads.q_heads for heads in self.sizes.attentions):
+                if scheme == "all_to_all" and any(ranks > heads.q_heads for heads in attentions):
                     continue
                 options = PlanOptions(scheme, machine, self.keep, limit, self.batch, self.recipe.dtype)
                 try:
-                    plans = attention_plans(self.sizes, self.planned_mask, layout, options)
+                    plans = attention_plans(self.part, self.planned_mask, layout, options)
                 except LongspanError:  # the named scheme does not take this many ranks
                     continue
                 stages = max((one.scheme.problem.num_stages for one in plans.values()), default=1)
@@ -177,18 +204,19 @@ class Planned:
     def with_recipe(self, recipe: Recipe) -> Configuration:
         """Return the configuration with this recipe."""
         request, ranks = self.request, self.layout.world_size
-        data_parallel = request.gpus // ranks
-        step = training_step(request.sizes, self.layout, self.plans, request.batch, recipe, data_parallel)
+        data_parallel = request.sequence_ranks // ranks
+        step = training_step(request.part, self.layout, self.plans, request.batch, recipe, data_parallel)
         seconds = attention_seconds(self.plans)
         time = step_time(step, seconds, self.machine)
         tokens = request.seq_len * request.batch * data_parallel
-        flop = model_flop(request.sizes, tokens, seconds, request.gpus, recipe.lora)
+        flop = model_flop(request.part, tokens, seconds, request.gpus, recipe.lora)
         cost = StepCost(request.gpus, tokens, time.seconds, flop, self.machine.flops)
         schemes = tuple(one.scheme.name for one in self.plans.values())
         is_known = all(one.chosen.workspace_bytes is not None for one in self.plans.values())
         memory = step_memory(step)
         return Configuration(
-            self.machine, data_parallel, ranks, schemes, recipe, memory, time, cost, is_known, self.fetch_bytes
+            self.machine, data_parallel, ranks, schemes, recipe, memory, time, cost, is_known, self.fetch_bytes,
+            request.tp, request.ep,
         )  # fmt: skip
 
 
@@ -210,6 +238,8 @@ class Configuration:
     """Whether the memory that the kernel allocates is known, and counted."""
     fetch_bytes: int | None = None
     """Limit of remote K/V, as in `longspan.plan`."""
+    tp: int = 1
+    ep: int = 1
 
     @property
     def seconds_per_token(self) -> float:
@@ -227,7 +257,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Way:
+class Change:
     """A change of the request with which a configuration fits."""
 
     option: str
@@ -244,7 +274,7 @@ class Recommendation:
     """The best with PyTorch's own kernel, where another is best."""
     least: Configuration | None = None
     """Where nothing fits: the one that needs least memory."""
-    ways: tuple[Way, ...] = ()
+    changes: tuple[Change, ...] = ()
     """Where nothing fits: what would."""
 
 
@@ -271,7 +301,7 @@ def recommend(request: Request) -> Recommendation:
     """Return the best configurations that fit, or what would fit."""
     fitting = list(fitting_configurations(request))
     if not fitting:
-        return Recommendation(request, (), least=thriftiest(request), ways=tuple(ways_to_fit(request)))
+        return Recommendation(request, (), least=thriftiest(request), changes=tuple(changes_that_fit(request)))
     best = best_of(fitting)
     own = min((one for one in fitting if one.machine.kernel == "FA2"), key=lambda one: one.order, default=None)
     return Recommendation(request, best, own if best[0].machine.kernel != "FA2" else None)
@@ -279,14 +309,14 @@ def recommend(request: Request) -> Recommendation:
 
 def fitting_configurations(request: Request) -> Iterator[Configuration]:
     """Yield every configuration that fits."""
-    for ranks in divisors(request.gpus):
+    for ranks in divisors(request.sequence_ranks):
         may_fit = [one for one in request.recipes if request.least_bytes(ranks, one) <= request.room]
         if may_fit:
-            for planned in request.planned(ranks):
+            for planned in request.plans(ranks):
                 for recipe in may_fit:
-                    found = planned.with_recipe(recipe)
-                    if found.memory.peak.size <= request.room:
-                        yield found
+                    configuration = planned.with_recipe(recipe)
+                    if configuration.memory.peak.size <= request.room:
+                        yield configuration
 
 
 def best_of(fitting: Iterable[Configuration]) -> tuple[Configuration, ...]:
@@ -300,25 +330,28 @@ def best_of(fitting: Iterable[Configuration]) -> tuple[Configuration, ...]:
 
 def thriftiest(request: Request) -> Configuration | None:
     """Return the configuration that needs least memory: over as many ranks as a sequence can have."""
-    for ranks in reversed(divisors(request.gpus)):
-        found = [one.with_recipe(recipe) for one in request.planned(ranks) for recipe in request.recipes]
-        if found:
-            return min(found, key=lambda one: one.memory.peak.size)
+    for ranks in reversed(divisors(request.sequence_ranks)):
+        configurations = [one.with_recipe(recipe) for one in request.plans(ranks) for recipe in request.recipes]
+        if configurations:
+            return min(configurations, key=lambda one: one.memory.peak.size)
     return None
 
 
-def ways_to_fit(request: Request) -> Iterator[Way]:
-    """Yield changes of the request with which it fits: more GPUs, larger ones, and what changes results."""
+def changes_that_fit(request: Request) -> Iterator[Change]:
+    """Yield changes of the request with which it fits: more GPUs, experts or heads over several ranks, larger GPUs, and
+    what changes results."""
     room = request.room
     for gpus in numbers_of_gpus(request.machines[0].node):
+        if gpus <= request.gpus or gpus % request.tp or gpus % request.ep:
+            continue
         more = replace(request, gpus=gpus)
-        if gpus > request.gpus and min(more.least_bytes(gpus, one) for one in more.recipes) <= room:
-            found = thriftiest(more)
-            if found is not None and found.memory.peak.size <= room:
-                yield Way(f"--gpus {gpus}", found)
+        if min(more.least_bytes(more.sequence_ranks, one) for one in more.recipes) <= room:
+            smallest = thriftiest(more)
+            if smallest is not None and smallest.memory.peak.size <= room:
+                yield Change(f"--gpus {gpus}", smallest)
                 break
-    changed: list[tuple[str, Request]] = []
-    if not request.recipe.lora and why_no_lora(request.sizes) is None:
+    changed: list[tuple[str, Request]] = [*_splits(request)]
+    if not request.recipe.lora and request.tp == 1 and why_no_lora(request.sizes) is None:
         changed.append((f"--lora {LORA}", replace(request, recipe=replace(request.recipe, lora=LORA))))
     if request.recipe.state_size > request.recipe.itemsize:
         narrow = replace(request.recipe, state=request.recipe.dtype)
@@ -336,12 +369,25 @@ def ways_to_fit(request: Request) -> Iterator[Way]:
     found_option: set[str] = set()
     for option, other in changed:
         name = option.partition(" ")[0]
-        if name in found_option or min(other.least_bytes(other.gpus, one) for one in other.recipes) > other.room:
+        if (
+            name in found_option
+            or min(other.least_bytes(other.sequence_ranks, one) for one in other.recipes) > other.room
+        ):
             continue
-        found = thriftiest(other)
-        if found is not None and found.memory.peak.size <= other.room:
+        smallest = thriftiest(other)
+        if smallest is not None and smallest.memory.peak.size <= other.room:
             found_option.add(name)
-            yield Way(option, found)
+            yield Change(option, smallest)
+
+
+def _splits(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield requests with expert or tensor parallelism that divide the model and its GPUs."""
+    for name in ("ep", "tp"):
+        for number in SPLITS if getattr(request, name) == 1 else ():
+            try:
+                yield f"--{name} {number}", replace(request, **{name: number})
+            except PlanError:  # it does not divide, or the model has no experts
+                continue
 
 
 def _short(length: int) -> str:

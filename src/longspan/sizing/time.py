@@ -7,6 +7,10 @@ between them     what a layer keeps is written and read forward; backward it is 
 loss             the head's products, and passes over logits
 FSDP             parameters of a layer are gathered, and its gradient is reduced, while another layer runs: exposed is
                  the time beyond that of the layer; embedding and head are always exposed
+tensor parallel  every block gathers its input and reduce-scatters its output, forward and backward, and so do the
+                 embedding and the head; nothing hides it
+expert parallel  rows go to their experts and back, forward and backward, as if every expert had as many; nothing hides
+                 it
 offload          inputs of layers, to the host and back, in line with everything else
 optimizer        Adam's passes over a rank's shard; if it is on the host, shards go to the device twice and gradients
                  back, and Adam's time there is not known: the time of the step is a lower bound then
@@ -18,7 +22,7 @@ Four ranks with links of 1 GB/s gather a layer of 1 GB: each receives three quar
 >>> from longspan.planning.machine import CPU
 >>> from dataclasses import replace
 >>> from longspan.planning.machine import Link
->>> gathered_seconds(1e9, 4, replace(CPU, links=(Link(1 << 30, 1e9, 0.0),)))
+>>> gather_seconds(1e9, 4, replace(CPU, links=(Link(1 << 30, 1e9, 0.0),)))
 0.75
 """
 
@@ -38,6 +42,7 @@ from longspan.planning.machine import Machine
 from longspan.planning.plan import Plan
 from longspan.sizing.memory import AttentionBytes, Recipe, TrainingStep
 from longspan.sizing.modules import Heads, LayerSizes, ModelSizes
+from longspan.sizing.parallel import axis_machine
 
 KEPT_FORWARD, KEPT_BACKWARD = 2, 3
 """How often a byte that a layer keeps passes through memory. An assumption: kernels that fuse more move less."""
@@ -85,17 +90,26 @@ class _Parts:
     attention: float = 0.0
     products: float = 0.0
     between: float = 0.0
+    tensor: float = 0.0
+    """Messages of tensor parallelism."""
+    expert: float = 0.0
+    """Messages of expert parallelism."""
 
     def __add__(self, other: _Parts) -> _Parts:
         return _Parts(
-            self.attention + other.attention, self.products + other.products, self.between + other.between
+            self.attention + other.attention, self.products + other.products, self.between + other.between,
+            self.tensor + other.tensor, self.expert + other.expert,
         )  # fmt: skip
 
     def times(self, number: int) -> _Parts:
-        return _Parts(self.attention * number, self.products * number, self.between * number)
+        return _Parts(
+            self.attention * number, self.products * number, self.between * number, self.tensor * number,
+            self.expert * number,
+        )  # fmt: skip
 
     @property
     def seconds(self) -> float:
+        """Without messages of tensor and expert parallelism, behind which nothing is hidden."""
         return self.attention + self.products + self.between
 
 
@@ -119,17 +133,17 @@ def step_time(step: TrainingStep, seconds: Mapping[Heads, AttentionSeconds], mac
     for layer, number in Counter(sizes.layers).items():
         forward, backward = _layer(step, layer, seconds, machine)
         total += (forward + backward).times(number)
-        params = step.trained(layer) + step.frozen(layer), step.trained(layer)
-        exposed += number * _exposed(step, params, (forward.seconds, backward.seconds), machine)
+        params = step.num_trained(layer) + step.frozen(layer), step.num_trained(layer), layer.expert_params
+        exposed += number * _exposed_seconds(step, params, (forward.seconds, backward.seconds), machine)
     root = sizes.root_params
-    exposed += _exposed(step, (root, 0 if recipe.lora else root), (0.0, 0.0), machine)
+    exposed += _exposed_seconds(step, (root, 0 if recipe.lora else root, 0), (0.0, 0.0), machine)
     logits, rate = float(step.tokens) * sizes.vocab, machine.flops * machine.matmul_share
     head = 4 if recipe.lora else 6
     loss = head * logits * sizes.hidden / rate + LOGIT_BYTES * logits / machine.copy_bandwidth
-    shard = step.shard(step.trained(sizes)) * recipe.state_size
+    shard = step.shard(sizes) * recipe.state_size
     adam = TimeLine("optimizer", ADAM_PASSES * shard / machine.copy_bandwidth, "Adam over a rank's shard")
     if recipe.offload_optimizer:
-        moved = 3 * shard + 2 * step.shard(step.frozen(sizes)) * recipe.itemsize
+        moved = 3 * shard + 2 * step.shard(sizes, frozen=True) * recipe.itemsize
         why = "shards from the host, twice, and gradients to it; Adam there is not counted"
         adam = TimeLine("optimizer", moved / machine.host_bandwidth, why)
     again = ", forward twice" if recipe.checkpointing else ""
@@ -141,14 +155,19 @@ def step_time(step: TrainingStep, seconds: Mapping[Heads, AttentionSeconds], mac
         TimeLine("FSDP", exposed, f"what layers do not hide, over {step.ranks:,} ranks"),
         adam,
     ]
+    if sizes.tp > 1:  # the embedding's output is reduced, the head's input is gathered, and the reverse in backward
+        messages = total.tensor + 4 * gather_seconds(_row_bytes(step), sizes.tp, machine)
+        lines.append(TimeLine("tensor parallel", messages, f"gathers and reductions over {sizes.tp} ranks{again}"))
+    if sizes.ep > 1:
+        lines.append(TimeLine("expert parallel", total.expert, f"rows to {sizes.ep} ranks and back{again}"))
     if recipe.offload:
-        size = float(step.tokens) * sizes.hidden * recipe.itemsize
+        size = float(step.tokens) * sizes.row * recipe.itemsize
         moved = 2 * len(sizes.layers) * size / machine.host_bandwidth
         lines.append(TimeLine("offload", moved, "inputs of layers to the host and back"))
     return StepTime(tuple(lines), recipe.offload_optimizer)
 
 
-def gathered_seconds(size: float, ranks: int, machine: Machine) -> float:
+def gather_seconds(size: float, ranks: int, machine: Machine) -> float:
     """Return the time to all-gather `size` bytes that are sharded over all ranks, or to reduce-scatter them.
 
     Every rank receives what it does not hold. Bytes of other nodes enter a node once, over the links of all its ranks.
@@ -163,37 +182,69 @@ def gathered_seconds(size: float, ranks: int, machine: Machine) -> float:
     return slowest
 
 
+def exchange_seconds(size: float, ranks: int, machine: Machine) -> float:
+    """Return the time of an all-to-all in which every rank has `size` bytes for all ranks, itself included.
+
+    >>> from longspan.planning.machine import CPU, Link
+    >>> exchange_seconds(1e9, 4, replace(CPU, links=(Link(2, 1e9, 0.0), Link(1 << 30, 1e8, 0.0))))
+    5.0
+    """
+    slowest, inner = 0.0, 1
+    for link in machine.links:
+        outer = min(link.ranks, ranks)
+        if outer > inner:
+            there = size * (1 - inner / ranks) / link.bandwidth
+            slowest = max(slowest, there + (-(-outer // inner) - 1) * link.latency)
+        inner = max(inner, outer)
+    return slowest
+
+
+def _row_bytes(step: TrainingStep) -> float:
+    """Return the bytes of whole rows, which tensor parallelism gathers."""
+    return float(step.tokens) * step.sizes.hidden * step.recipe.itemsize
+
+
 def _layer(
     step: TrainingStep, layer: LayerSizes, seconds: Mapping[Heads, AttentionSeconds], machine: Machine
 ) -> tuple[_Parts, _Parts]:
     """Return the parts of forward, and of backward with what is recomputed in it."""
     forward, backward, lora = _Parts(), _Parts(), step.recipe.lora
-    rate = machine.flops * machine.matmul_share
+    rate, sizes = machine.flops * machine.matmul_share, step.sizes
     for block in layer.blocks:
+        tensor = 2 * gather_seconds(_row_bytes(step), sizes.tp, machine) * block.gathers
+        sent = float(step.tokens) * sum(module.sent for module in block.modules) * step.recipe.itemsize
+        expert = 2 * exchange_seconds(sent, sizes.ep, machine) if sent else 0.0
         flop = 2.0 * step.tokens * (block.active_params + block.products + block.adapters(lora))
         frozen = 2.0 * step.tokens * block.active_params if lora else 0.0
         moved = step.tokens * block.kept_bytes(step.recipe.itemsize, lora)
         times = AttentionSeconds(0.0, 0.0, 0.0) if block.heads is None else seconds[block.heads]
         products, between = flop / rate, KEPT_FORWARD * moved / machine.copy_bandwidth
-        one = _Parts(times.forward, products, between)
+        one = _Parts(times.forward, products, between, tensor, expert)
         in_chunks = step.recipe.mlp_chunks > 1
         again = step.recipe.checkpointing + (in_chunks and block.kind in ("mlp", "experts"))
         if in_chunks and block.kind not in ("mlp", "experts"):  # its norms run once more
             norms = sum(module.kept_bytes(step.recipe.itemsize, lora) for module in block.modules if module.tiled)
             backward += _Parts(between=KEPT_FORWARD * step.tokens * norms / machine.copy_bandwidth)
         forward += one
-        backward += _Parts(times.backward, 2 * products - frozen / rate, KEPT_BACKWARD / KEPT_FORWARD * between)
+        back = 2 * products - frozen / rate, KEPT_BACKWARD / KEPT_FORWARD * between
+        backward += _Parts(times.backward, *back, tensor, expert)
         backward += one.times(again)
     return forward, backward
 
 
-def _exposed(
-    step: TrainingStep, params: tuple[int, int], hidden_behind: tuple[float, float], machine: Machine
+def _exposed_seconds(
+    step: TrainingStep, params: tuple[int, int, int], hidden_behind: tuple[float, float], machine: Machine
 ) -> float:
     """Return how much of two gathers of parameters, and of reducing the gradient of those that train, is not hidden
-    behind the layer; `params` are all parameters, and those that train."""
-    gather = gathered_seconds(params[0] * step.recipe.itemsize, step.ranks, machine)
-    reduce = gathered_seconds(params[1] * step.recipe.state_size, step.ranks, machine)
+    behind the layer; `params` are all parameters, those that train, and those of experts."""
+    sizes, (held, trained, experts) = step.sizes, params
+    separate = experts if sizes.ep > 1 else 0
+    dense, sparse = axis_machine(machine, sizes.tp), axis_machine(machine, sizes.ep)
+    gather, reduce = (
+        gather_seconds((number - separate) * itemsize, step.ranks, dense)
+        + gather_seconds(separate * itemsize, step.expert_ranks, sparse)
+        for number, itemsize in ((held, step.recipe.itemsize), (trained, step.recipe.state_size))
+    )
     forward, backward = hidden_behind
     if not forward:  # embedding and head: they stay gathered
         return gather + reduce
@@ -223,19 +274,20 @@ def mask_for(mask: Mask, heads: Heads) -> Mask:
     return mask if heads.window is None else mask & masks.sliding_window(heads.window)
 
 
-def widest(sizes: ModelSizes, mask: Mask) -> Mask:
+def widest_mask(sizes: ModelSizes, mask: Mask) -> Mask:
     """Return the mask that the layout is balanced for: that of the attentions with the widest window."""
     heads = max(sizes.attentions, key=lambda one: 1 << 60 if one.window is None else one.window, default=None)
     return mask if heads is None else mask_for(mask, heads)
 
 
 def attention_plans(sizes: ModelSizes, mask: Mask, layout: Layout, options: PlanOptions) -> dict[Heads, Plan]:
-    """Plan each size of attention that the model has, over one layout."""
+    """Plan each size of attention that the model has, over one layout. `options.machine` is that of all ranks."""
+    machine = options.machine if options.machine is None else axis_machine(options.machine, sizes.tp)
     return {
         heads: plan(
             mask_for(mask, heads), layout, q_heads=heads.q_heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim,
             v_head_dim=heads.v_head_dim, dtype=options.dtype, batch=options.batch, scheme=options.scheme,
-            machine=options.machine, keep=options.keep, fetch_bytes=options.fetch_bytes,
+            machine=machine, keep=options.keep, fetch_bytes=options.fetch_bytes,
         )
         for heads in sizes.attentions
     }  # fmt: skip
@@ -265,9 +317,9 @@ def training_step(
     return TrainingStep(sizes, slots * batch, layout.world_size * data_parallel, attentions, recipe)
 
 
-def recipes(given: Recipe) -> list[Recipe]:
-    """Return recipes from the one that needs most memory to the one that needs least, and `given`. Dtypes, adapters and
-    the place of the optimizer are those of `given`.
+def recipes(base: Recipe, tp: int = 1) -> list[Recipe]:
+    """Return recipes from the one that needs most memory to the one that needs least, and `base`. Dtypes, adapters and
+    the place of the optimizer are those of `base`. With tensor parallelism, none is in chunks.
 
     >>> for recipe in recipes(Recipe()):
     ...     print(recipe.words)
@@ -278,12 +330,13 @@ def recipes(given: Recipe) -> list[Recipe]:
     checkpointing, offload
     checkpointing, offload, tiled in 8 chunks
     """
-    plain = replace(given, checkpointing=False, offload=False, mlp_chunks=1, logits=True)
+    plain = replace(base, checkpointing=False, offload=False, mlp_chunks=1, logits=True)
     without = replace(plain, logits=False)
     again = replace(without, checkpointing=True)
-    chunked = replace(again, mlp_chunks=given.mlp_chunks if given.mlp_chunks > 1 else CHUNKS)
+    chunked = replace(again, mlp_chunks=base.mlp_chunks if base.mlp_chunks > 1 else CHUNKS)
     all_recipes = [plain, without, again, chunked, replace(again, offload=True), replace(chunked, offload=True)]
-    return all_recipes if given in all_recipes else [*all_recipes, given]
+    all_recipes = [one for one in all_recipes if tp == 1 or one.mlp_chunks == 1]
+    return all_recipes if base in all_recipes else [*all_recipes, base]
 
 
 # -- Tokens per second, share of a machine's peak, and price -----------------------------------------------------------
@@ -340,5 +393,6 @@ def model_flop(
     """Return the operations of a step as published figures of utilisation count them: 6 for each token and parameter
     that it meets (4 if it is frozen), and three times the forward pass of attention over the pairs of the mask."""
     attention = sum(number * seconds[heads].flop for heads, number in sizes.attentions.items())
-    weights = 4.0 * sizes.active_params + 6.0 * sizes.adapters(lora) if lora else 6.0 * sizes.active_params
+    active = (sizes.whole or sizes).active_params
+    weights = 4.0 * active + 6.0 * sizes.adapters(lora) if lora else 6.0 * active
     return weights * tokens + 3.0 * attention * ranks

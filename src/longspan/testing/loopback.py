@@ -1,4 +1,4 @@
-"""Run all ranks of a plan in one process: attention and convolutions on the loopback transport.
+"""Run attention of all ranks of a plan in one process, on the loopback transport.
 
 Only the transport differs from a run over processes: kernels, programs and autograd are the same.
 """
@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels import Features, choose_kernel, kernel_named
-from longspan.mixers.convolution import OwnRows, convolved
-from longspan.planning.conv_plan import ConvPlan
 from longspan.planning.plan import Plan
-from longspan.run.halo import HaloBackward, HaloForward, HaloTask
 from longspan.run.passes import Backward, Forward, Saved
 from longspan.run.transports import Loopback, Program
 from longspan.run.walk import Job
@@ -109,38 +106,3 @@ class _Loopback(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         results = run_loopback(ctx.plan, q, k, v, grads[0].contiguous(), **ctx.settings)
         return None, None, *results[2:5], *results[5 : 5 + ctx.num_rest]
-
-
-def run_conv_loopback(
-    plan: ConvPlan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dout: Tensor,
-    *,
-    activation: str | None = None,
-    transport: Transport | None = None,
-) -> tuple[Tensor, ...]:
-    """Return output, dx, dweight and, with a bias, dbias of whole tensors, computed by all ranks of the plan together.
-
-    The last two are summed over the ranks. Padding slots hold nan, which must not show.
-    """
-    layout, carry = plan.layout, Loopback() if transport is None else transport
-    ranks = range(layout.world_size)
-    tasks = [HaloTask(plan, rank, x.dtype) for rank in ranks]
-    shared = [t.detach().requires_grad_() for t in (weight, bias) if t is not None]
-    rows = carry.run([HaloForward(tasks[r], layout.shard(x.detach(), r, 1, torch.nan)).program() for r in ranks])
-    parts: list[Tensor] = []
-    drows: list[Tensor] = []
-    gradients: list[list[Tensor]] = []
-    for r in ranks:
-        rows[r].requires_grad_()
-        own = OwnRows.of(plan, r, x.device)
-        out = convolved(rows[r], shared[0], shared[1] if len(shared) > 1 else None, own, activation)
-        drow, *grads = torch.autograd.grad(out, (rows[r], *shared), layout.shard(dout, r, 1, torch.nan))
-        parts.append(out.detach())
-        drows.append(drow)
-        gradients.append(grads)
-    dx = carry.run([HaloBackward(tasks[r], drows[r]).program() for r in ranks])
-    sums = [torch.stack(grads).sum(0) for grads in zip(*gradients, strict=True)]
-    return layout.unshard(parts, 1), layout.unshard(dx, 1), *sums

@@ -35,8 +35,7 @@ from longspan.torch_api.api import (
     unshard,
 )
 from longspan.torch_api.balancers import Balancer, Contiguous, Inferred, balancer_of, default_balancer, row_order
-from longspan.torch_api.block_masks import shard_block_mask
-from longspan.torch_api.routes import SEQ_DIM, Route, check_mesh
+from longspan.torch_api.routes import SEQ_DIM, Route, check_mesh, shard_block_mask
 
 _names = _torch.context_parallel_names()
 _CausalBehavior = _names["_CausalBehavior"]

@@ -54,16 +54,17 @@ from longspan.torch_api.balancers import (
     row_order,
     slots,
 )
-from longspan.torch_api.block_masks import block_mask_length, shard_block_mask
 from longspan.torch_api.routes import (
     ROTATIONS,
     Route,
     active,
+    block_mask_length,
     check_mesh,
     current,
     gather_ints,
     rotation,
     route_for,
+    shard_block_mask,
 )
 
 __all__ = [
@@ -127,6 +128,7 @@ def context_parallel(
     if tensors and length is not None and length < 2 * mesh.size():
         default = Contiguous()  # as in PyTorch: there are no two chunks per rank
     route = route_for(mesh, load_balancer, default, mask, length)
+    buffers_and_dims = list(zip(tensors, dims, strict=True))
     with ExitStack() as stack:
         if tensors:
             assert route.layout is not None
@@ -135,7 +137,25 @@ def context_parallel(
             options, is_balanced = cp_options(), other_tokens(route.layout, Contiguous.of_lengths(slots(route.layout)))
             stack.callback(setattr, options, "enable_load_balance", options.enable_load_balance)
             options.enable_load_balance = is_balanced or route.order is not None
-            _shard_in_place(stack, tensors, dims, keep, route, mesh.get_local_rank())
+            layout = route.layout
+            if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
+                raise LayoutError(
+                    f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout"
+                    f" without equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim,"
+                    f" fill=...)."
+                )
+            # Tensors get other storage instead of being written to: inputs and labels are often views of one batch. So
+            # restoring is exact and copies nothing.
+            with torch.no_grad():
+                shards = [
+                    _shard_tensor(x, dim, layout, route.order, mesh.get_local_rank()) for x, dim in buffers_and_dims
+                ]
+            for (tensor, dim), shard in zip(buffers_and_dims, shards, strict=True):
+                if id(tensor) not in keep:
+                    stack.callback(_set_storage, tensor, *_storage(tensor))
+                _set_storage(tensor, *_storage(shard))
+                if id(tensor) in keep and route.order is None:
+                    remember(tensor, layout, dim % tensor.ndim, version(tensor))
         route.buffers = {id(t) for t in tensors}
         stack.enter_context(active(route))
         yield
@@ -180,29 +200,7 @@ def check_counts(buffers: Sequence[Any], dims: Sequence[int]) -> None:
         raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Pass one dim for each.")
 
 
-@torch.no_grad()
-def _shard_in_place(
-    stack: ExitStack, tensors: list[Tensor], dims: list[int], keep: set[int], route: Route, rank: int
-) -> None:
-    """Give tensors other storage instead of writing to theirs: inputs and labels are often views of one batch. So
-    restoring is exact and copies nothing."""
-    layout, order = route.layout, route.order
-    assert layout is not None
-    if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
-        raise LayoutError(
-            f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
-            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
-        )
-    shards = [_cut(tensor, dim, layout, order, rank) for tensor, dim in zip(tensors, dims, strict=True)]
-    for tensor, shard, dim in zip(tensors, shards, dims, strict=True):
-        if id(tensor) not in keep:
-            stack.callback(_set_storage, tensor, *_storage(tensor))
-        _set_storage(tensor, *_storage(shard))
-        if id(tensor) in keep and order is None:
-            remember(tensor, layout, dim % tensor.ndim, version(tensor))
-
-
-def _cut(tensor: Tensor, dim: int, layout: Layout, order: Ints | None, rank: int) -> Tensor:
+def _shard_tensor(tensor: Tensor, dim: int, layout: Layout, order: Ints | None, rank: int) -> Tensor:
     """Return the rank's shard. A shard in an order for each batch row does not carry a layout, since it has none."""
     if order is None:
         return layout.shard(tensor, rank, dim)
@@ -248,28 +246,22 @@ def context_parallel_shard(
     assert not isinstance(seq_dims, Mapping)
     check_counts(buffers, seq_dims)
     balancer = None if load_balancer is None else balancer_of(load_balancer)
+    known = None if route is None or isinstance(route.balancer, Inferred) else route
     shards, rank = [], mesh.get_local_rank()
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         length = block_mask_length(buffer) if isinstance(buffer, BlockMask) else _length(buffer, dim)
-        layout, order = _layout_to_shard(route, balancer, length, mesh.size())
+        if balancer is None and known is not None and known.layout is not None and known.layout.seq_len == length:
+            layout, order = known.layout, known.order
+        else:
+            chosen = balancer or (known.balancer if known is not None and known.layout is None else Contiguous())
+            layout, order = chosen.layout(length, mesh.size()), row_order(chosen, length, mesh.size())
         _record(mesh, layout, order)
         if isinstance(buffer, BlockMask):
             mask, device = mask_of_block_mask(buffer), buffer.kv_num_blocks.device
             shards.append(shard_block_mask(mask, layout, order, rank, device, buffer.BLOCK_SIZE))
         else:
-            shards.append(_cut(buffer, dim, layout, order, rank))
+            shards.append(_shard_tensor(buffer, dim, layout, order, rank))
     return tuple(shards) if isinstance(buffers, tuple) else shards
-
-
-def _layout_to_shard(
-    route: Route | None, balancer: Balancer | None, length: int, world_size: int
-) -> tuple[Layout, Ints | None]:
-    if balancer is None and route is not None and not isinstance(route.balancer, Inferred):
-        if route.layout is not None and route.layout.seq_len == length:
-            return route.layout, route.order
-        balancer = route.balancer if route.layout is None else None
-    balancer = balancer or Contiguous()
-    return balancer.layout(length, world_size), row_order(balancer, length, world_size)
 
 
 @torch.no_grad()
@@ -298,44 +290,42 @@ def unshard(
     load_balancer: Balancer | Layout | None,
     inferred: Inferred,
 ) -> list[Tensor]:
-    """Gather shards and put their tokens in order; `inferred` finds the layout of those that no other rule covers."""
+    """Gather shards and put their tokens in order; `inferred` finds the layout of those that no other rule covers.
+
+    If ranks have different layouts, or one of them has none, all raise.
+    """
     route = current(mesh)
     if route is not None and any(id(t) not in route.buffers for t in buffers):
         route.results = True
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         lengths = gather_ints(mesh, _length(tensor, dim), tensor.device)
-        layout, order = _agreed_layout(mesh, load_balancer, tensor, dim, lengths, inferred)
-        ordered = layout.unshard(_gather(mesh, tensor, dim, lengths), dim)
+        result: tuple[Layout, Ints | None] | Exception
+        try:
+            result = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths, inferred)
+            digest = digest_of(*result)
+        except Exception as error:  # the other ranks wait for the message below
+            result, digest = error, 0
+        digests = gather_ints(mesh, digest, tensor.device)
+        if isinstance(result, Exception):
+            raise result
+        layout, order = result
+        if len(set(digests)) > 1:
+            raise LayoutError(
+                f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {layout}, and others have"
+                f" another or none. Pass the same load_balancer on all ranks."
+            )
+        # As bytes, because backends differ in the dtypes they support, and padded to equal lengths.
+        shape = list(tensor.shape)
+        shape[dim] = max(lengths)
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        messages = [padded.new_empty(padded.numel() * padded.itemsize, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(messages, padded.flatten().view(torch.uint8), group=mesh.get_group())
+        parts = [part.view(tensor.dtype).view(shape) for part in messages]
+        ordered = layout.unshard([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
         whole.append(ordered if order is None else rearrange(ordered, order, dim, restore=True))
     return whole
-
-
-def _agreed_layout(
-    mesh: DeviceMesh,
-    load_balancer: Balancer | Layout | None,
-    tensor: Tensor,
-    dim: int,
-    lengths: list[int],
-    inferred: Inferred,
-) -> tuple[Layout, Ints | None]:
-    """Return the layout to unshard by, if it is the same on all ranks; otherwise raise on all of them."""
-    found: tuple[Layout, Ints | None] | Exception
-    digest = 0
-    try:
-        found = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths, inferred)
-        digest = digest_of(*found)
-    except Exception as error:  # the other ranks wait for the message below
-        found = error
-    digests = gather_ints(mesh, digest, tensor.device)
-    if isinstance(found, Exception):
-        raise found
-    if len(set(digests)) > 1:
-        raise LayoutError(
-            f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {found[0]}, and others have"
-            f" another or none. Pass the same load_balancer on all ranks."
-        )
-    return found
 
 
 def _layout_to_unshard(
@@ -365,20 +355,6 @@ def _layout_to_unshard(
     if route is not None and route.layout is not None and slots(route.layout) == lengths:
         return route.layout, route.order
     return inferred.of_shard(tensor, dim, lengths), None
-
-
-def _gather(mesh: DeviceMesh, tensor: Tensor, dim: int, lengths: list[int]) -> list[Tensor]:
-    """Gather every rank's shard: as bytes, because backends differ in the dtypes they support, and padded to equal
-    lengths."""
-    shape = list(tensor.shape)
-    shape[dim] = max(lengths)
-    padded = tensor.new_zeros(shape)
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    mine = padded.flatten().view(torch.uint8)
-    messages = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(messages, mine, group=mesh.get_group())
-    parts = [part.view(tensor.dtype).view(shape) for part in messages]
-    return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
 
 def set_rotate_method(rotate_method: str) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from longspan._torch import cp_options, version
 from longspan.errors import LayoutError, NotSupportedError
 from longspan.layouts import Layout, balanced, per_document, round_robin_by_work, zigzag
-from longspan.layouts.layout import carried, other_tokens
+from longspan.layouts.layout import carried_layout_of, other_tokens
 from longspan.masks import Mask
 from longspan.spans import Ints
 
@@ -146,7 +146,7 @@ class Balanced:
         return balanced(*self.masks, world_size=world_size, seq_len=seq_len)
 
 
-class _Fixed:
+class _FixedLayout:
     """A layout as a balancer."""
 
     def __init__(self, layout: Layout) -> None:
@@ -161,7 +161,7 @@ class _Fixed:
         return self.fixed
 
 
-class _Indexed:
+class _RowOrder:
     """A load balancer of PyTorch: `_generate_indices()` lists tokens rank after rank, for all batch rows or for each.
 
     Ranks take stretches of that list, cut where `Contiguous` cuts. If batch rows have lists of their own, the layout is
@@ -216,13 +216,13 @@ def _read_indices(load_balancer: Any) -> Balancer:
             f"`load_balancer` must generate a tensor (1, tokens) or (batch, tokens) that lists every token of a row"
             f" once, but {name}._generate_indices() returned {kind}."
         )
-    return _Indexed(table[:1] if (table == table[0]).all() else table)
+    return _RowOrder(table[:1] if (table == table[0]).all() else table)
 
 
 def balancer_of(load_balancer: Any) -> Balancer:
     """Return the argument `load_balancer` as a balancer."""
     if isinstance(load_balancer, Layout):
-        return _Fixed(load_balancer)
+        return _FixedLayout(load_balancer)
     if not isinstance(load_balancer, type):
         if hasattr(load_balancer, "layout"):
             return load_balancer
@@ -453,7 +453,7 @@ class Inferred:
 
 def carried_layout(tensor: Tensor, dim: int, lengths: list[int]) -> Layout | None:
     """Return the layout that cut a tensor along `dim`, if it came straight from a shard and was not written to."""
-    known = carried(tensor)
+    known = carried_layout_of(tensor)
     if known is None or known.dim != dim % tensor.ndim or known.version != version(tensor):
         return None
     return known.layout if slots(known.layout) == lengths else None

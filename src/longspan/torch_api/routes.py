@@ -37,11 +37,11 @@ from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.kernels import Features, choose_kernel
 from longspan.layouts import Layout
 from longspan.layouts.layout import other_tokens
-from longspan.masks import Mask, causal, full
+from longspan.masks import Mask, causal, from_mask_mod, full
 from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
 from longspan.run import ops
-from longspan.run.flex import check_lengths, in_order_of, mask_of_block_mask
+from longspan.run.flex import block_mask, check_lengths, mask_of_block_mask, match_memory_order
 from longspan.spans import Ints
 from longspan.torch_api.balancers import (
     Balancer,
@@ -54,8 +54,72 @@ from longspan.torch_api.balancers import (
     row_order,
     slots,
 )
-from longspan.torch_api.block_masks import rearranged_mask, rearranged_score
 from longspan.validate import as_autocast
+
+# -- BlockMasks of one rank, as PyTorch's context parallelism shards them ----------------------------------------------
+
+
+def block_mask_length(whole: BlockMask) -> int:
+    """Return the length of the sequence that a BlockMask is for."""
+    queries, keys = whole.seq_lengths
+    if queries != keys:
+        raise PlanError(
+            f"a BlockMask must be for one sequence, with as many queries as keys, but got {queries} queries and {keys}"
+            f" keys. Create it for the whole sequence, before it is sharded."
+        )
+    return queries
+
+
+def shard_block_mask(
+    mask: Mask,
+    layout: Layout,
+    order: Ints | None,
+    rank: int,
+    device: torch.device | str,
+    block_size: int | tuple[int, int],
+) -> BlockMask:
+    """Return the BlockMask of this rank's queries and of all ranks' keys, in the order in which shards are gathered.
+
+    `longspan_shard` of the result holds what attention over ranks needs: the mask in global positions, the layout, and
+    the order of each batch row, if rows differ.
+    """
+    if not isinstance(block_size, int):
+        if len(set(block_size)) != 1:
+            raise PlanError(
+                f"a BlockMask must have blocks of as many queries as keys to be sharded, but got {tuple(block_size)}."
+                f" Create it with BLOCK_SIZE={max(block_size)}."
+            )
+        block_size = block_size[0]
+    places = mask if order is None else rearrange_mask(mask, order)
+    local = block_mask(places, layout, rank, kv="gathered", block_size=block_size, device=device)
+    local.longspan_shard = mask, layout, order  # type: ignore[attr-defined]
+    return local
+
+
+def rearrange_mask(mask: Mask, order: Ints) -> Mask:
+    """Return the mask over places, where place p of batch row b holds token `order[b, p]`."""
+    tokens, mask_mod = torch.as_tensor(order), mask.to_mask_mod(order.shape[1])
+
+    def rearranged(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        row = tokens.to(q_idx.device)[b]
+        return mask_mod(b, h, row[q_idx], row[kv_idx])
+
+    heads = None if mask.num_heads == 1 else mask.num_heads
+    return from_mask_mod(rearranged, order.shape[1], rows=len(order), heads=heads, name=f"rearranged {mask.name}")
+
+
+def rearrange_score(score_mod: Any, order: Ints) -> Any:
+    """Return the score function over places, where place p of batch row b holds token `order[b, p]`."""
+    tokens = torch.as_tensor(order)
+
+    def rearranged(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        row = tokens.to(q_idx.device)[b]
+        return score_mod(score, b, h, row[q_idx], row[kv_idx])
+
+    return rearranged
+
+
+# -- Routes ------------------------------------------------------------------------------------------------------------
 
 SEQ_DIM = 2
 ROTATIONS = {"allgather": ("ALL_GATHER", "all_gather"), "alltoall": ("ALL_TO_ALL", "ring")}
@@ -180,7 +244,7 @@ class Route:
         if self.order is not None:
             key = MaskKey(combined)
             if key not in self._rearranged:
-                self._rearranged[key] = rearranged_mask(combined, self.order)
+                self._rearranged[key] = rearrange_mask(combined, self.order)
             combined = self._rearranged[key]
         return build_plan(
             combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
@@ -224,8 +288,8 @@ class Route:
         plan = self.plan(query, key, value, causal() if is_causal else None)
         self.count("sdpa")
         kernel = _kernel(query, key, value, not plan.mask.is_structured)
-        out = attention(marked(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
-        return in_order_of(query, out)
+        out = attention(mark_query(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        return match_memory_order(query, out)
 
     def flex(
         self,
@@ -262,10 +326,10 @@ class Route:
         if score_mod is not None and self.order is not None:
             number = id(score_mod)  # the rearranged function keeps it alive
             if number not in self._rearranged_scores:
-                self._rearranged_scores[number] = rearranged_score(score_mod, self.order)
+                self._rearranged_scores[number] = rearrange_score(score_mod, self.order)
             score_mod = self._rearranged_scores[number]
         return flex_of_shards(
-            marked(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
+            mark_query(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux, plan=plan, group=self.mesh, captured_grads=captured_grads,
         )  # fmt: skip
 
@@ -383,16 +447,13 @@ class _Mark(torch.autograd.Function):
         return gradients[0]
 
 
-def marked(query: Tensor) -> Tensor:
-    if isinstance(query, DTensor) or not torch.is_grad_enabled():
-        return query
-    marked_query: Tensor = _Mark.apply(query)  # type: ignore[assignment]
-    return marked_query
+def mark_query(query: Tensor) -> Tensor:
+    plain = isinstance(query, DTensor) or not torch.is_grad_enabled()
+    return query if plain else _Mark.apply(query)  # type: ignore[return-value]
 
 
 # -- The torch-function mode -------------------------------------------------------------------------------------------
 
-_SDPA = ("scaled_dot_product_attention",)
 _UNROUTED = {
     "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
     " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
@@ -434,8 +495,11 @@ class Router(TorchFunctionMode):
         if name is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if name == "routed_attention":
-            with _operator.of(self.route):
+            _running.route = self.route
+            try:
                 return func(*args, **(kwargs or {}))
+            finally:
+                _running.route = None
         if name == "attention":  # with a plan of the caller
             self.route.planned = True
             return func(*args, **(kwargs or {}))
@@ -468,7 +532,7 @@ class Router(TorchFunctionMode):
 
     @torch.compiler.disable(reason="inside a context of Longspan, attention runs outside compiled graphs")
     def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in _SDPA:
+        if name == "scaled_dot_product_attention":
             return self.route.sdpa(*args, **kwargs)
         if name in _FUSED:
             if not _is_called_by_longspan():
@@ -525,7 +589,7 @@ def _run_in_graph(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, lse and ticket of attention by the route that is active when the operator runs, so that one graph
     serves all contexts."""
-    route = current() or _operator.route
+    route = current() or getattr(_running, "route", None)
     if route is None:
         raise PlanError("this code was compiled inside a context of Longspan, and none is active. Run it inside one.")
     plan = route.plan(q, k, v, causal() if is_causal else None)
@@ -535,21 +599,8 @@ def _run_in_graph(
     return ops.run_forward(q, k, v, [], None, *others)
 
 
-class _Operator(threading.local):
-    """The route of the operator that a mode calls: PyTorch disables a mode inside its handler."""
-
-    route: Route | None = None
-
-    @contextmanager
-    def of(self, route: Route) -> Iterator[None]:
-        self.route = route
-        try:
-            yield
-        finally:
-            self.route = None
-
-
-_operator = _Operator()
+_running = threading.local()
+"""`route`: that of the operator which a mode calls, since PyTorch disables a mode inside its handler."""
 _routed_attention = ops.define_operator(
     "longspan::routed_attention", _run_in_graph, lambda q, _, v, *__: ops.results_like(q, v)
 )
@@ -579,7 +630,7 @@ def _sdpa_in_graph(
     q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out = _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
-    return in_order_of(q, out)
+    return match_memory_order(q, out)
 
 
 @torch.compiler.disable(reason="it refuses the call")
@@ -672,9 +723,9 @@ def run_flex(*args: Any, **kwargs: Any) -> Any:
     return route.flex(*args, **kwargs)
 
 
-_special_functions = _torch.functions_named((*_SDPA, *_UNROUTED, *_FUSED, *_SOFTMAX, "backward", "grad")) | {
-    operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))
-}
+_special_functions = _torch.functions_named(
+    ("scaled_dot_product_attention", *_UNROUTED, *_FUSED, *_SOFTMAX, "backward", "grad")
+) | {operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))}
 """Functions that are not run unchanged, and their names."""
 _special_names = {getattr(function, "__name__", name): name for function, name in _special_functions.items()}
 

@@ -126,7 +126,7 @@ class LongspanAttention(FlexAttention):
 # -- Training ----------------------------------------------------------------------------------------------------------
 
 
-def _sharded(
+def _shard_batch(
     input_dict: dict[str, Tensor], labels: Tensor, model: Any, dims: Any, parallelism: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return this rank's tokens, labels (which torchtitan's data loaders have shifted), positions and masks."""
@@ -158,7 +158,7 @@ class LongspanValidator(Validator):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        return _sharded(input_dict, labels, model_parts[0], self.parallel_dims, self.parallelism)
+        return _shard_batch(input_dict, labels, model_parts[0], self.parallel_dims, self.parallelism)
 
 
 class LongspanTrainer(Trainer):
@@ -175,7 +175,7 @@ class LongspanTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        parts = _sharded(input_dict, labels, self.model_parts[0], self.parallel_dims, self.config.parallelism)
+        parts = _shard_batch(input_dict, labels, self.model_parts[0], self.parallel_dims, self.config.parallelism)
         self.ntokens_seen += parts[1].numel()
         return parts
 

@@ -103,9 +103,9 @@ def _closed_form(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> M
     if name == _CAUSAL:
         return causal(length)
     if name == _WINDOW:
-        return sliding_window(_captured(mod, "window_size") - 1, seq_len=length)
+        return sliding_window(_captured_int(mod, "window_size") - 1, seq_len=length)
     if name == _CHUNK:
-        return chunked(_captured(mod, "fixed_block_size"), length)
+        return chunked(_captured_int(mod, "fixed_block_size"), length)
     if name == _DOCUMENT or (name == _PACKED and ordered):
         starts = positions.detach().cpu().numpy() == 0
         starts[:, :1] = True
@@ -116,7 +116,7 @@ def _closed_form(mod: MaskMod, name: str, positions: Tensor, ordered: bool) -> M
     return None
 
 
-def _captured(mod: MaskMod, name: str) -> int:
+def _captured_int(mod: MaskMod, name: str) -> int:
     return int(inspect.getclosurevars(mod).nonlocals[name])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Shard a whole batch: document numbers, shifted labels, positions, and one rank's part.
+"""Shard a whole batch: document numbers, shifted labels, positions, and one rank's part; prefetch the next batch.
 
 Labels are shifted before the sequence is sharded: afterwards the token after a rank's last one is on another rank.
 
@@ -79,10 +79,10 @@ def shift_tokens(x: Tensor, shift: int, *, documents: Documents = None, fill: fl
     if not isinstance(x, Tensor) or not x.ndim:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise BatchError(f"x must be a tensor whose last dim is tokens, but got {got}.")
-    return shifted(x, shift, document_numbers(documents, x.shape[-1]), fill)
+    return shift_within_documents(x, shift, document_numbers(documents, x.shape[-1]), fill)
 
 
-def shifted(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None = None) -> Tensor:
+def shift_within_documents(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None = None) -> Tensor:
     """Do as `shift_tokens`; positions whose document ends within `reach` tokens (default: `shift`) are filled."""
     seq_len = x.shape[-1]
     reach = shift if reach is None else reach
@@ -143,7 +143,16 @@ def numbers_of(documents: dict[str, Any], batch: int, length: int) -> NDArray[An
     if len(edges) > 1:
         raise MaskError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens.")
     if not edges:
-        return _numbered(documents.get("seq_idx"), batch, length)
+        index: Any = documents.get("seq_idx")
+        if index is None:
+            return None
+        if not isinstance(index, Tensor) or tuple(index.shape) not in ((length,), (1, length), (batch, length)):
+            kind = f"a tensor of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise MaskError(
+                f"seq_idx is {kind}, but must be a tensor (batch, tokens) = {(batch, length)} or (1, {length}), with"
+                f" the number of each token's document."
+            )
+        return index.detach().cpu().numpy().reshape(-1, length)
     borders = np.asarray(edges.pop())
     if borders[0] != 0 or borders[-1] != length:
         raise MaskError(
@@ -172,18 +181,6 @@ def _edges(lengths: Any) -> tuple[int, ...]:
             f" for documents of 10 and 15 tokens, but got {got}."
         )
     return edges
-
-
-def _numbered(index: Any, batch: int, length: int) -> NDArray[Any] | None:
-    if index is None:
-        return None
-    if not isinstance(index, Tensor) or tuple(index.shape) not in ((length,), (1, length), (batch, length)):
-        kind = f"a tensor of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
-        raise MaskError(
-            f"seq_idx is {kind}, but must be a tensor (batch, tokens) = {(batch, length)} or (1, {length}), with the"
-            f" number of each token's document."
-        )
-    return index.detach().cpu().numpy().reshape(-1, length)
 
 
 # -- Sharding a batch --------------------------------------------------------------------------------------------------
@@ -293,7 +290,18 @@ def shard_batch(
     """
     dims, fills = dims or {}, fills or {}
     layout = _check(batch, layout, dims, fills)
-    cut = BatchCut(layout, rank, _documents(documents, mask))
+    if mask is None:
+        documents = documents.tolist() if hasattr(documents, "tolist") else documents  # type: ignore[union-attr]
+    elif documents is not None:
+        raise BatchError(
+            "documents and mask cannot be combined: documents are read from a mask. Leave one of them out."
+        )
+    elif not isinstance(mask, Mask):
+        raise BatchError(
+            f"mask must be one of longspan.masks, the mask of attention, but got {type(mask).__name__}. Labels are"
+            f" excluded by loss_mask in the batch."
+        )
+    cut = BatchCut(layout, rank, documents if mask is None else mask)
     numbers = cut.numbers
     part = Batch(cut=cut)
     if "input_ids" in batch:
@@ -304,51 +312,24 @@ def shard_batch(
     if position_ids is not None:
         part["position_ids"] = layout.shard(position_ids, rank, -1, 0)
     for name in (name for name in batch if name not in KNOWN):
-        if name not in dims:
-            _check_no_tokens(name, batch[name], layout.seq_len)
+        shape = tuple(getattr(batch[name], "shape", ()))
+        if name not in dims and layout.seq_len in shape:
+            at = shape.index(layout.seq_len)
+            advice = f"Name its dim: dims={{{name!r}: {at}}}, or dims={{{name!r}: None}} to keep it whole."
+            if name == "attention_mask":
+                advice = "The plan has the mask of attention: take this out of the batch. Otherwise: " + advice
+            raise BatchError(
+                f"{name} of shape {shape} has a dim as long as the sequence, {layout.seq_len}, but is not in dims."
+                f" {advice}"
+            )
         dim = dims.get(name)
         part[name] = batch[name] if dim is None else layout.shard(batch[name], rank, dim, fills.get(name, 0))
     return part
 
 
-def _documents(documents: Any, mask: Any) -> Any:
-    """Return documents, from either argument."""
-    if mask is None:
-        return documents.tolist() if hasattr(documents, "tolist") else documents
-    if documents is not None:
-        raise BatchError(
-            "documents and mask cannot be combined: documents are read from a mask. Leave one of them out."
-        )
-    if not isinstance(mask, Mask):
-        raise BatchError(
-            f"mask must be one of longspan.masks, the mask of attention, but got {type(mask).__name__}. Labels are"
-            f" excluded by loss_mask in the batch."
-        )
-    return mask
-
-
 def _check(batch: Mapping[str, Any], like: Any, dims: Mapping[str, Any], fills: Mapping[str, Any]) -> Layout:
     check_batch(batch, "shard_batch")
     layout = cut_of(like, "shard_batch").layout
-    _check_known(batch, layout)
-    for name in dims:
-        if name not in batch or name in KNOWN:
-            problem = "is known by name: its tokens are its last dim" if name in KNOWN else "is not in the batch"
-            raise BatchError(
-                f"dims names {name!r}, which {problem}. dims is for other tensors of the batch; this one has"
-                f" {', '.join(batch)}."
-            )
-        if dims[name] is not None and not hasattr(batch[name], "shape"):
-            raise BatchError(
-                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Convert it."
-            )
-    for name in fills:
-        if dims.get(name) is None:
-            raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
-    return layout
-
-
-def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
     shapes: set[tuple[int, ...]] = set()
     for name in KNOWN:
         if name not in batch:
@@ -368,6 +349,21 @@ def _check_known(batch: Mapping[str, Any], layout: Layout) -> None:
             f"ids, labels and positions of a batch must have one shape, (batch, tokens), but got {sorted(shapes)}."
             f" Only position_ids may have one more dim in front."
         )
+    for name in dims:
+        if name not in batch or name in KNOWN:
+            problem = "is known by name: its tokens are its last dim" if name in KNOWN else "is not in the batch"
+            raise BatchError(
+                f"dims names {name!r}, which {problem}. dims is for other tensors of the batch; this one has"
+                f" {', '.join(batch)}."
+            )
+        if dims[name] is not None and not hasattr(batch[name], "shape"):
+            raise BatchError(
+                f"dims names {name!r}, which is not a tensor but {type(batch[name]).__name__}. Convert it."
+            )
+    for name in fills:
+        if dims.get(name) is None:
+            raise BatchError(f"fills names {name!r}, but dims does not say along which dim it is cut. Add it to dims.")
+    return layout
 
 
 def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_index: int) -> dict[str, Tensor]:
@@ -396,7 +392,7 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
         labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
         numbers = np.concatenate((numbers, numbers[:, -1:]), axis=1)
     shifts = {
-        "shift_labels" + (f"_{shift}" if shift > 1 else ""): shifted(
+        "shift_labels" + (f"_{shift}" if shift > 1 else ""): shift_within_documents(
             labels, shift - done, numbers, ignore_index, reach=shift
         )[..., :seq_len]
         for shift in range(1, num_shifts + 1)
@@ -433,19 +429,6 @@ def _position_ids(batch: Mapping[str, Any], numbers: Any, positions: str | None,
     position_ids = to_device(torch.from_numpy(places), like.device)
     check_rows(numbers, 1 if like.ndim < 2 else like.shape[-2])
     return position_ids[0] if like.ndim == 1 else position_ids.expand(like.shape).contiguous()
-
-
-def _check_no_tokens(name: str, value: Any, seq_len: int) -> None:
-    """Check that no dim of a value that is not in `dims` may be tokens."""
-    shape = tuple(getattr(value, "shape", ()))
-    if seq_len not in shape:
-        return
-    advice = f"Name its dim: dims={{{name!r}: {shape.index(seq_len)}}}, or dims={{{name!r}: None}} to keep it whole."
-    if name == "attention_mask":
-        advice = "The plan has the mask of attention: take this out of the batch. Otherwise: " + advice
-    raise BatchError(
-        f"{name} of shape {shape} has a dim as long as the sequence, {seq_len}, but is not in dims. {advice}"
-    )
 
 
 # -- The next batch, in a thread ---------------------------------------------------------------------------------------
@@ -489,8 +472,8 @@ def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
     try:
         with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
             future = worker.submit(step)
-            while (found := future.result()) is not None:
+            while (item := future.result()) is not None:
                 future = worker.submit(step)
-                yield found[0]
+                yield item[0]
     finally:
         prefetching.difference_update(threads)  # another thread may get the number

@@ -131,8 +131,8 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
     contents = [_digest(name, batch[name]) for name in names]
     unknown = sum(content is None for content in contents)
     rows = [np.zeros(_DIGEST, dtype=np.int64) if content is None else content for content in contents]
-    total = _words(hashlib.sha256(b"".join(row.tobytes() for row in rows)).digest())
-    heads = _gathered(np.concatenate(([len(names), unknown], total)), members)
+    total = np.frombuffer(hashlib.sha256(b"".join(row.tobytes() for row in rows)).digest(), dtype=np.int64)
+    heads = _gather_rows(np.concatenate(([len(names), unknown], total)), members)
     if heads[:, 1].any():
         unread = [f"{n!r} ({_kind(batch[n])})" for n, c in zip(names, contents, strict=True) if c is None]
         here = f" Here these are {', '.join(unread)}." if unread else ""
@@ -147,7 +147,7 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
     for row, name, content in zip(table, names, rows, strict=False):
         label = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
         row[:] = np.concatenate((np.frombuffer(label, dtype=np.int64), content))
-    tables = _gathered(table.ravel(), members).reshape(members.size(), *table.shape)
+    tables = _gather_rows(table.ravel(), members).reshape(members.size(), *table.shape)
     raise DifferentBatchesError(members.size(), _differences(tables, heads[:, 0].tolist()))
 
 
@@ -162,10 +162,11 @@ def _digest(name: str, value: Any) -> Ints | None:
         head = f"{name} {value.dtype} {tuple(value.shape)} "
         digest = hashlib.sha256(head.encode())
         digest.update(memoryview(raw))  # type: ignore[arg-type]  (numpy's stubs for 3.11 hide the buffer)
-        return _words(digest.digest())
-    if _is_plain(value):
-        return _words(hashlib.sha256(f"{name} {value!r}".encode()).digest())
-    return None
+    elif _is_plain(value):
+        digest = hashlib.sha256(f"{name} {value!r}".encode())
+    else:
+        return None
+    return np.frombuffer(digest.digest(), dtype=np.int64)
 
 
 def _is_plain(value: Any) -> bool:
@@ -176,11 +177,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str | bool | None)
 
 
-def _words(digest: bytes) -> Ints:
-    return np.frombuffer(digest, dtype=np.int64)
-
-
-def _gathered(row: Ints, group: dist.ProcessGroup) -> Ints:
+def _gather_rows(row: Ints, group: dist.ProcessGroup) -> Ints:
     """Return every rank's row, by rank."""
     if isinstance(group, SimulatedRank):
         return group.meet("check_same", row, lambda rows: [np.stack(rows)] * len(rows))
@@ -283,7 +280,7 @@ def make_mesh(
             f"device_type must be a device type of torch, such as 'cpu', but got {device_type!r}."
         ) from error
     mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
-    return Mesh(mesh, mesh["dp"], mesh["cp"], mesh["tp"], _torch.flattened(mesh["dp", "cp"], "dp_cp"))
+    return Mesh(mesh, mesh["dp"], mesh["cp"], mesh["tp"], _torch.flatten_mesh(mesh["dp", "cp"], "dp_cp"))
 
 
 # -- Detecting failed ranks during a training loop ---------------------------------------------------------------------

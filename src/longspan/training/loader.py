@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.planning.batches import Batches, BatchStep, MicroBatch
-from longspan.spans import Ints, check_int
+from longspan.spans import Ints, check_int, truncated_repr
 from longspan.training.batch import Batch, BatchCut, prefetch
 from longspan.training.groups import BatchError
 
@@ -24,7 +24,12 @@ class TokenFile:
     """
 
     def __init__(self, path: Any, lengths: ArrayLike, dtype: Any = np.uint16) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths = np.array(lengths, dtype=np.int64)
+        if self.lengths.ndim != 1 or (self.lengths < 0).any() or not np.array_equal(self.lengths, np.asarray(lengths)):
+            raise BatchError(
+                f"`lengths` must be a list of integers, each at least 0, but got {truncated_repr(lengths)}. Pass the"
+                f" number of tokens of each document."
+            )
         self._edges = np.concatenate(([0], np.cumsum(self.lengths)))
         self._ids = np.memmap(path, dtype=dtype, mode="r")
         if len(self._ids) != self._edges[-1]:
@@ -41,6 +46,11 @@ class TokenFile:
 
     def read(self, index: int, start: int, stop: int) -> NDArray[Any]:
         """Return tokens start to stop of a document."""
+        if not 0 <= start <= stop <= self.lengths[index]:
+            raise BatchError(
+                f"`start` and `stop` must be in order and in [0, {self.lengths[index]}], the tokens of document"
+                f" {index}, but got {start} and {stop}."
+            )
         first = int(self._edges[:-1][index])
         return np.asarray(self._ids[first + start : first + stop])
 
@@ -107,10 +117,10 @@ class DocumentLoader:
             counts = {(number, start): count for number, start, _, count in self.batches.parts[first:last].tolist()}
             return step, micro, read_part(self.documents, micro, self.rank % micro.ranks, self.batches.lengths, counts)
 
-        for found in prefetch(((step, micro) for step in steps for micro in step), read):
-            step, micro, _ = found
+        for item in prefetch(((step, micro) for step in steps for micro in step), read):
+            step, micro, _ = item
             self.num_steps += micro is step.micro_batches[-1]
-            yield found
+            yield item
         self.num_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,10 +143,10 @@ class DocumentLoader:
             batches.numbers, batches.ranks, batches.ranks_per_group, batches.tokens_per_rank, batches.causal,
             batches.pair_cost,
         )  # fmt: skip
-        found = hashlib.sha256(repr(settings).encode())
-        found.update(batches.parts.tobytes())
-        found.update(batches.edges.tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256(repr(settings).encode())
+        digest.update(batches.parts.tobytes())
+        digest.update(batches.edges.tobytes())
+        return digest.hexdigest()
 
 
 def read_part(
@@ -147,6 +157,37 @@ def read_part(
     `sizes` are the lengths of all documents, and `counts` the labels of each document and start: they decide the
     loss's mean, so the documents must have as many.
     """
+
+    def read(place: int, begin: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return ids and labels of a document's tokens `begin` to `end`."""
+        index, offset, length = (int(x[place]) for x in (micro.documents, micro.starts, micro.lengths))
+        num_labels = max(length - 1, 0)
+        if hasattr(documents, "read"):
+            ids = labels = np.asarray(documents.read(index, offset + begin, offset + end), dtype=np.int64)
+        else:
+            item = documents[index]
+            whole: Sequence[Any] = item["input_ids"] if isinstance(item, Mapping) else item
+            raw: Any = item.get("labels") if isinstance(item, Mapping) else None
+            if isinstance(whole, str | bytes):
+                raise BatchError(f"document {index} must be token ids, but got a {type(whole).__name__}. Tokenize it.")
+            if len(whole) != sizes[index] or (raw is not None and len(raw) != len(whole)):
+                raise BatchError(
+                    f"document {index} must have {sizes[index]} tokens, as in the lengths of longspan.batches,"
+                    f" and as many labels, but got {len(whole)} tokens"
+                    f"{'' if raw is None else f' and {len(raw)} labels'}. Give longspan.batches the lengths of"
+                    f" these documents."
+                )
+            if raw is not None:
+                num_labels = int((np.asarray(raw[offset + 1 : offset + length]) != -100).sum())
+            ids = np.asarray(whole[offset + begin : offset + end], dtype=np.int64)
+            labels = ids if raw is None else np.asarray(raw[offset + begin : offset + end], dtype=np.int64)
+        if num_labels != counts[index, offset]:
+            raise BatchError(
+                f"document {index} must have {counts[index, offset]} labels, as longspan.batches counted, but got"
+                f" {num_labels}, without its first token and -100. Pass labels= with these numbers to longspan.batches."
+            )
+        return ids, labels
+
     edges = np.concatenate(([0], np.cumsum(micro.lengths)))
     ids: list[NDArray[np.int64]] = []
     labels: list[NDArray[np.int64]] = []
@@ -160,7 +201,7 @@ def read_part(
             if begin == end:
                 continue
             more = min(end + 1, int(micro.lengths[place]))  # the label of the last token is the token after it
-            tokens, targets = _read(documents, micro, place, begin, more, sizes, counts)
+            tokens, targets = read(place, begin, more)
             ids.append(tokens[: end - begin])
             shifted = np.full(end - begin, -100, dtype=np.int64)
             shifted[: more - begin - 1] = targets[1:]
@@ -170,43 +211,3 @@ def read_part(
     cut = BatchCut(micro.layout, rank, micro.lengths.tolist())
     empty = np.empty(0, dtype=np.int64)
     return Batch({name: torch.from_numpy(np.concatenate([empty, *parts]))[None] for name, parts in batch.items()}, cut)
-
-
-def _read(
-    documents: Any,
-    micro: MicroBatch,
-    place: int,
-    begin: int,
-    end: int,
-    sizes: Ints,
-    counts: Mapping[tuple[int, int], int],
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return ids and labels of a document's tokens `begin` to `end`."""
-    index, offset, length = (int(x[place]) for x in (micro.documents, micro.starts, micro.lengths))
-    num_labels = max(length - 1, 0)
-    read = getattr(documents, "read", None)
-    if read is not None:
-        ids = labels = np.asarray(read(index, offset + begin, offset + end), dtype=np.int64)
-    else:
-        item = documents[index]
-        whole: Sequence[Any] = item["input_ids"] if isinstance(item, Mapping) else item
-        given: Any = item.get("labels") if isinstance(item, Mapping) else None
-        if isinstance(whole, str | bytes):
-            raise BatchError(f"document {index} must be token ids, but got a {type(whole).__name__}. Tokenize it.")
-        if len(whole) != sizes[index] or (given is not None and len(given) != len(whole)):
-            raise BatchError(
-                f"document {index} must have {sizes[index]} tokens, as in the lengths of longspan.batches,"
-                f" and as many labels, but got {len(whole)} tokens"
-                f"{'' if given is None else f' and {len(given)} labels'}. Give longspan.batches the lengths of these"
-                f" documents."
-            )
-        if given is not None:
-            num_labels = int((np.asarray(given[offset + 1 : offset + length]) != -100).sum())
-        ids = np.asarray(whole[offset + begin : offset + end], dtype=np.int64)
-        labels = ids if given is None else np.asarray(given[offset + begin : offset + end], dtype=np.int64)
-    if num_labels != counts[index, offset]:
-        raise BatchError(
-            f"document {index} must have {counts[index, offset]} labels, as longspan.batches counted, but got"
-            f" {num_labels}, without its first token and -100. Pass labels= with these numbers to longspan.batches."
-        )
-    return ids, labels

@@ -22,17 +22,16 @@ from longspan.training.loss_without_logits import (
     Facts,
     Gradients,
     Head,
-    HeadCall,
     Inputs,
     SlabWork,
     Slopes,
     call_of,
     check_range,
-    differentiated_once,
     facts_of,
     head_of,
     logits_of,
     memory_for,
+    refuse_double_backward,
 )
 from longspan.validate import Group, check_no_tangent, is_number
 
@@ -91,9 +90,11 @@ def token_loss(
         all_summed(sums, members)
     count = torch.ones_like(sums[1])
     if reduction == "mean":  # without labels, a sum of zero is divided by one
-        count = (sums[1] if num_tokens is None else torch.as_tensor(num_tokens)).clamp(min=1)
+        count = sums[1] if num_tokens is None else torch.as_tensor(num_tokens)
+        count = count.masked_fill(count == 0, 1)
     value = (sums[0] / count).to(accumulation_dtype(values.dtype))
-    return Reported.apply(share * (size if gradients == "average" else 1) / count, value)  # type: ignore[return-value]
+    factor = size if gradients == "average" else 1
+    return ValueWithGradOf.apply(share * factor / count, value)  # type: ignore[return-value]
 
 
 class TokenLogprobs(NamedTuple):
@@ -185,20 +186,31 @@ class SlabLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         inputs, (call, terms, wanted) = Inputs(*args[:3]), args[3:]
-        losses, lses, gradients = _one_pass(inputs, call, terms, wanted)
+        work: SlabWork = call.work
+        memory = memory_for(work, inputs)
+        gradients = Gradients(inputs, memory, wanted) if any(wanted) else None
+        losses = work.labels.new_empty(len(work.labels), dtype=accumulation_dtype(inputs.values.dtype))
+        lses = torch.empty_like(losses)
+        with _no_autocast(inputs.values):
+            for span in work.slabs():
+                slab = logits_of(work, inputs, span, memory)
+                facts = facts_of(work, slab, memory, work.labels[span], total=terms.smoothing > 0)
+                losses[span], lses[span] = terms.losses(facts, call.num_words), facts.lse
+                if gradients is not None:
+                    gradients.add(work, span, slab, facts.lse, terms.slopes(facts.lse, call.num_words))
         ctx.call, ctx.terms, ctx.wanted = call._replace(inputs=None), terms, wanted
         ctx.save_for_backward(*inputs, lses)
-        ctx.ready = None if gradients is None else gradients.narrowed()
+        ctx.ready = None if gradients is None else gradients.cast()
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
-    @differentiated_once
+    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ready, ctx.ready = ctx.ready, None
         if ready is None:  # a second time, under retain_graph
             *inputs, lses = ctx.saved_tensors
             slopes = ctx.terms.slopes(lses, ctx.call.num_words)
-            ready = _gradients(ctx.call.work, Inputs(*inputs), lses, slopes, ctx.wanted).narrowed()
+            ready = _gradients(ctx.call.work, Inputs(*inputs), lses, slopes, ctx.wanted).cast()
         return *(None if x is None else x.mul_(grads[0]) for x in ready), None, None, None
 
 
@@ -224,7 +236,7 @@ class PerToken(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    @differentiated_once
+    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, lses, entropies = ctx.saved_tensors
         work: SlabWork = ctx.work
@@ -236,27 +248,7 @@ class PerToken(torch.autograd.Function):
         if of_entropy is not None:  # -p (log p + entropy)
             plain = plain - of_entropy * work.rows_of(entropies, everything)
         slopes = Slopes(plain, label, log_p=None if of_entropy is None else -of_entropy)
-        return *_gradients(work, Inputs(*inputs), lses, slopes, ctx.needs_input_grad[:3]).narrowed(), None
-
-
-def _one_pass(
-    inputs: Inputs, call: HeadCall, terms: LossTerms, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Gradients | None]:
-    """Return each token's loss and logsumexp, and gradients of the sum of losses."""
-    work = call.work
-    memory = memory_for(work, inputs)
-    gradients = Gradients(inputs, memory, wanted) if any(wanted) else None
-    losses, lses = (
-        work.labels.new_empty(len(work.labels), dtype=accumulation_dtype(inputs.values.dtype)) for _ in range(2)
-    )
-    with _no_autocast(inputs.values):
-        for span in work.slabs():
-            slab = logits_of(work, inputs, span, memory)
-            facts = facts_of(work, slab, memory, work.labels[span], total=terms.smoothing > 0)
-            losses[span], lses[span] = terms.losses(facts, call.num_words), facts.lse
-            if gradients is not None:
-                gradients.add(work, span, slab, facts.lse, terms.slopes(facts.lse, call.num_words))
-    return losses, lses, gradients
+        return *_gradients(work, Inputs(*inputs), lses, slopes, ctx.needs_input_grad[:3]).cast(), None
 
 
 def _gradients(
@@ -278,7 +270,7 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-class Reported(torch.autograd.Function):
+class ValueWithGradOf(torch.autograd.Function):
     """Return the value of one tensor with the gradient of another. Adding a detached difference would round differently
     on every rank."""
 

@@ -200,15 +200,22 @@ def logits_of(work: SlabWork, inputs: Inputs, span: slice, memory: SlabMemory) -
             slab[block] = work.rows_of(inputs.values, _within(span, block))
         return slab
     rows = work.rows_of(inputs.values, span)
-    for words in _strips(slab, rows.dtype):
-        part, weight = slab[:, words], inputs.weight[words]
-        bias = None if inputs.bias is None else inputs.bias[words]
-        if rows.dtype == slab.dtype:
-            _product(rows, weight, bias, part)
+    is_cast = rows.dtype != slab.dtype  # then products of part of the vocabulary are computed at once, and cast
+    step = max(1, -(-slab.shape[1] // BLOCKS) if is_cast else slab.shape[1])
+    for start in range(0, slab.shape[1], step):
+        part, weight = slab[:, start : start + step], inputs.weight[start : start + step].t()
+        out = None if is_cast else part
+        if inputs.bias is None:
+            products = torch.mm(rows, weight, out=out)
         else:
-            part.copy_(_product(rows, weight, bias, None))
+            products = torch.addmm(inputs.bias[start : start + step], rows, weight, out=out)
+        if is_cast:
+            part.copy_(products)
     for block in _blocks(slab):
-        _shaped(work, slab[block])
+        if work.soft_cap is not None:
+            slab[block].mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)
+        elif work.scale != work.temperature:
+            slab[block].mul_(work.scale / work.temperature)
     return slab
 
 
@@ -296,56 +303,36 @@ class Gradients:
 
     def add(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
         """Add those of one slab, whose memory they overwrite."""
+        blocks = to_gradients(work, slab, self.memory, lse, work.labels[span], slopes)
         if self.inputs.weight is None:
-            self._add_to_logits(work, span, slab, lse, slopes)
+            assert self.values is not None
+            for block, grad in blocks:
+                work.put(self.values, _within(span, block), grad)
             return
-        dtype = self.inputs.values.dtype
-        narrow = slab.view(dtype)[:, : slab.shape[1]]  # a row's gradients overwrite its logits
-        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
+        grads = slab.view(self.inputs.values.dtype)[:, : slab.shape[1]]  # a row's gradients overwrite its logits
+        for block, grad in blocks:
             if self.bias is not None:
                 self.bias += grad.sum(0)
-            narrow[block] = grad
+            grads[block] = grad
         if self.values is not None:
-            work.put(self.values, span, narrow @ self.inputs.weight)
-        if self.weight is not None:
-            self._add_to_weight(narrow, work.rows_of(self.inputs.values, span))
-
-    def narrowed(self) -> tuple[Tensor | None, ...]:
-        """Return those of values, weight and bias in their dtypes, but not in float16, which they may exceed."""
-        del self.memory  # it is not needed while sums are copied
-        gradients = [self.values]
-        for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True):
-            gradients.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
-        return tuple(gradients)
-
-    def _add_to_logits(self, work: SlabWork, span: slice, slab: Tensor, lse: Tensor, slopes: Slopes) -> None:
-        assert self.values is not None
-        for block, grad in to_gradients(work, slab, self.memory, lse, work.labels[span], slopes):
-            work.put(self.values, _within(span, block), grad)
-
-    def _add_to_weight(self, grads: Tensor, rows: Tensor) -> None:
-        assert self.weight is not None
+            work.put(self.values, span, grads @ self.inputs.weight)
+        if self.weight is None:
+            return
+        rows = work.rows_of(self.inputs.values, span)
         if grads.dtype == self.weight.dtype:
             self.weight.addmm_(grads.t(), rows)
             return
         step = max(1, grads.shape[1] * len(grads) // (BLOCKS * max(rows.shape)))
         for start in range(0, grads.shape[1], step):
-            words = slice(start, start + step)
-            self.weight[words] += grads[:, words].t() @ rows
+            self.weight[start : start + step] += grads[:, start : start + step].t() @ rows
 
-
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.mm(rows, weight.t(), out=out)
-    return torch.addmm(bias, rows, weight.t(), out=out)
-
-
-def _shaped(work: SlabWork, z: Tensor) -> None:
-    """Apply scale, soft cap and temperature, in place."""
-    if work.soft_cap is not None:
-        z.mul_(work.scale / work.soft_cap).tanh_().mul_(work.soft_cap / work.temperature)
-    elif work.scale != work.temperature:
-        z.mul_(work.scale / work.temperature)
+    def cast(self) -> tuple[Tensor | None, ...]:
+        """Return gradients of values, weight and bias in their dtypes, but not in float16, whose range is small."""
+        del self.memory  # it is not needed while sums are copied
+        gradients = [self.values]
+        for x, like in zip((self.weight, self.bias), self.inputs[1:], strict=True):
+            gradients.append(x if x is None or like is None or like.dtype == torch.float16 else x.to(like.dtype))
+        return tuple(gradients)
 
 
 def _locate_labels(work: SlabWork, slab: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,12 +355,6 @@ def _blocks(slab: Tensor) -> list[slice]:
 def _within(span: slice, block: slice) -> slice:
     """Return the tokens of a block of a slab with these tokens."""
     return slice(span.start + block.start, span.start + block.stop)
-
-
-def _strips(slab: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Return ranges of the vocabulary whose logits are computed at once: all, if products need not be cast."""
-    step = max(1, slab.shape[1] if slab.dtype == dtype else -(-slab.shape[1] // BLOCKS))
-    return (slice(start, start + step) for start in range(0, slab.shape[1], step))
 
 
 # -- Head --------------------------------------------------------------------------------------------------------------
@@ -399,10 +380,38 @@ class Head:
     group: Group = None
 
     def __post_init__(self) -> None:
-        _check_weight(self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        for name, value in (("weight", weight), ("bias", bias)):
+            if value is None and name == "bias":
+                continue
+            if not isinstance(value, Tensor):
+                raise BatchError(f"{name} of a head must be a tensor, but got {type(value).__name__}.")
+            if isinstance(value, DTensor):
+                raise BatchError(
+                    f"{name} of a head is a DTensor {value.placements}. Under FSDP2 compute the loss in the forward of"
+                    f" the module that holds it, where parameters are whole, or pass {name}.full_tensor(). Under tensor"
+                    f" parallelism, sharded along dim 0, pass {name}.to_local() and Head(..., group=mesh['tp'])."
+                )
+            if not value.is_floating_point():
+                raise BatchError(
+                    f"{name} of a head must be floating-point, but has dtype {value.dtype}. Dequantize it first."
+                )
+        if weight.ndim != 2:
+            raise BatchError(
+                f"weight of a head must be (vocab_size, hidden_size), but has shape {tuple(weight.shape)}."
+            )
+        if bias is not None and (tuple(bias.shape), bias.dtype) != ((len(weight),), weight.dtype):
+            raise BatchError(
+                f"bias of a head must have shape ({len(weight)},) and dtype {weight.dtype} as its weight, but got"
+                f" {tuple(bias.shape)} and {bias.dtype}."
+            )
         numbers = {"scale": self.scale, "soft_cap": self.soft_cap, "temperature": self.temperature}
         for name, value in numbers.items():
-            if (name == "soft_cap") if value is None else (_is_plain(value) and (name == "scale" or value > 0)):
+            if (
+                (name == "soft_cap")
+                if value is None
+                else (is_number(value) and not isinstance(value, Tensor) and (name == "scale" or value > 0))
+            ):
                 continue
             other = ", or None for no cap" if name == "soft_cap" else ""
             kind = "a number" if name == "scale" else "a number > 0"
@@ -463,7 +472,18 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     if head is not None:  # as nn.Linear under autocast
         values, weight = as_autocast(values), as_autocast(head.weight)
         bias = None if bias is None else as_autocast(bias)
-        _check_fit(values, weight)
+        if values.shape[-1] != weight.shape[1]:
+            raise BatchError(
+                f"hidden states of shape {tuple(values.shape)} do not fit a head of vocab_size={weight.shape[0]} and"
+                f" hidden_size={weight.shape[1]}. With head= the first argument is the input of the last layer, not"
+                f" logits."
+            )
+        if (values.dtype, values.device) != (weight.dtype, weight.device):
+            raise BatchError(
+                f"hidden states are {values.dtype} on {values.device}, and the head is {weight.dtype} on"
+                f" {weight.device}. Cast one of them, or call under torch.autocast, which casts both as it does"
+                f" for nn.Linear."
+            )
     known = labels_on_host(labels)
     kept = known != ignore_index
     places = None if bool(kept.all()) else to_device(kept.nonzero().squeeze(1), labels.device)
@@ -478,7 +498,7 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     form |= {} if head is None or head.soft_cap is None else {"soft_cap": float(head.soft_cap)}
     work = SlabWork(real, places, rows, group=group, first=sum(sizes[:rank]), **form)
     flat_values = values.reshape(labels.numel(), values.shape[-1])
-    return HeadCall(Inputs(shared(flat_values, group), weight, bias), work, num_words)
+    return HeadCall(Inputs(sum_gradients(flat_values, group, "a head"), weight, bias), work, num_words)
 
 
 def check_range(labels: Tensor, num_words: int, ignore_index: int) -> None:
@@ -507,7 +527,9 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
 # -- Gradients without double backward ---------------------------------------------------------------------------------
 
 
-def differentiated_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+def refuse_double_backward(
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
     """Make double backward of a backward function raise. PyTorch's once_differentiable checks only whether the incoming
     gradient requires gradients, not the inputs: a gradient penalty would be dropped silently."""
 
@@ -533,93 +555,48 @@ class NoDoubleBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise BatchError(
-            "Double backward (create_graph=True) is not supported by token_logprobs and token_loss with head=. Compute"
-            " logits, and call token_loss without head."
+            "Double backward (create_graph=True) is not supported by token_logprobs, token_loss with head= and"
+            " per_token over ranks. For a loss, compute logits, and call token_loss without head."
         )
 
 
-# -- Hidden states that all ranks of a head's group hold ---------------------------------------------------------------
+# -- Tensors that all ranks hold, and of which each computes its share of the gradient ---------------------------------
 
 
-def shared(x: Tensor, group: Any) -> Tensor:
-    """Return the same tensor, whose gradient is summed over the group: each rank has that of its part of the
-    vocabulary."""
+def sum_gradients(x: Tensor, group: Any, caller: str, factor: int = 1) -> Tensor:
+    """Return the same tensor, whose gradient is the sum over the group, divided by `factor`; without a group, x."""
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if isinstance(group, SimulatedRank):
-        return group.meet("a head", x, lambda parts: SharedHere.apply(*parts))  # type: ignore[arg-type]
-    return Shared.apply(x, group)  # type: ignore[return-value]
+    if isinstance(group, SimulatedRank):  # all ranks have one graph
+        return group.meet(caller, x, lambda parts: SumHere.apply(factor, *parts))  # type: ignore[arg-type]
+    return SumGradients.apply(x, group, factor)  # type: ignore[return-value]
 
 
-class Shared(torch.autograd.Function):
-    """`shared` over a process group."""
+class SumGradients(torch.autograd.Function):
+    """`sum_gradients` over a process group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        ctx.group, ctx.factor = group, factor
         return x.view_as(x)
 
     @staticmethod
-    @differentiated_once
+    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = grads[0].to(accumulation_dtype(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
-        return all_summed(total, ctx.group).to(grads[0].dtype), None
+        return all_summed(total, ctx.group).div_(ctx.factor).to(grads[0].dtype), None, None
 
 
-class SharedHere(torch.autograd.Function):
-    """`shared` over simulated ranks, which have one graph: takes and returns the tensors of all ranks."""
+class SumHere(torch.autograd.Function):
+    """`sum_gradients` over simulated ranks: takes and returns the tensors of all ranks."""
 
     @staticmethod
-    def forward(_ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, factor: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.factor = factor
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    @differentiated_once
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.stack(grads).sum(0, dtype=accumulation_dtype(grads[0].dtype))
-        return tuple(total.to(grad.dtype) for grad in grads)
-
-
-# -- Checks ------------------------------------------------------------------------------------------------------------
-
-
-def _is_plain(value: Any) -> bool:
-    return is_number(value) and not isinstance(value, Tensor)
-
-
-def _check_weight(weight: Any, bias: Any) -> None:
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None and name == "bias":
-            continue
-        if not isinstance(value, Tensor):
-            raise BatchError(f"{name} of a head must be a tensor, but got {type(value).__name__}.")
-        if isinstance(value, DTensor):
-            raise BatchError(
-                f"{name} of a head is a DTensor {value.placements}. Under FSDP2 compute the loss in the forward of the"
-                f" module that holds it, where parameters are whole, or pass {name}.full_tensor(). Under tensor"
-                f" parallelism, sharded along dim 0, pass {name}.to_local() and Head(..., group=mesh['tp'])."
-            )
-        if not value.is_floating_point():
-            raise BatchError(
-                f"{name} of a head must be floating-point, but has dtype {value.dtype}. Dequantize it first."
-            )
-    if weight.ndim != 2:
-        raise BatchError(f"weight of a head must be (vocab_size, hidden_size), but has shape {tuple(weight.shape)}.")
-    if bias is not None and (tuple(bias.shape), bias.dtype) != ((len(weight),), weight.dtype):
-        raise BatchError(
-            f"bias of a head must have shape ({len(weight)},) and dtype {weight.dtype} as its weight, but got"
-            f" {tuple(bias.shape)} and {bias.dtype}."
-        )
-
-
-def _check_fit(values: Tensor, weight: Tensor) -> None:
-    if values.shape[-1] != weight.shape[1]:
-        raise BatchError(
-            f"hidden states of shape {tuple(values.shape)} do not fit a head of vocab_size={weight.shape[0]} and"
-            f" hidden_size={weight.shape[1]}. With head= the first argument is the input of the last layer, not logits."
-        )
-    if (values.dtype, values.device) != (weight.dtype, weight.device):
-        raise BatchError(
-            f"hidden states are {values.dtype} on {values.device}, and the head is {weight.dtype} on {weight.device}."
-            f" Cast one of them, or call under torch.autocast, which casts both as it does for nn.Linear."
-        )
+    @refuse_double_backward
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.stack(grads).sum(0, dtype=accumulation_dtype(grads[0].dtype)).div_(ctx.factor)
+        return None, *(total.to(grad.dtype) for grad in grads)

@@ -8,7 +8,7 @@ rows exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None 
 
     Call it before `fully_shard` and `torch.compile`. Output and gradients of inputs are those of the whole module;
     gradients of parameters are sums over tokens in another order. A module that mixes tokens is refused when it first
-    runs, as are routers whose losses need all tokens at once.
+    runs, in `eval()` and in `train()`, as are routers whose losses need all tokens at once.
 
     Args:
         model: the model; its modules are changed in place.
@@ -48,23 +48,23 @@ def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None 
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"`chunks` must be a positive integer, but got {chunks!r}.")
     wanted = None if modules is None else {id(module) for module in modules}
-    found: dict[str, nn.Module] = {}
+    selected: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if wanted is not None:
             is_wanted = id(module) in wanted
-        elif any(name.startswith(f"{outer}.") for outer in found):
+        elif any(name.startswith(f"{outer}.") for outer in selected):
             is_wanted = False  # inside of one that is tiled
         else:
             is_wanted = name.rpartition(".")[2] in _MLPS or type(module).__name__.endswith("Norm")
         if is_wanted:
-            found[name] = module
-    if not found or (wanted is not None and len(found) < len(wanted)):
+            selected[name] = module
+    if not selected or (wanted is not None and len(selected) < len(wanted)):
         raise ValueError(
-            f"`model` must have the modules to tile, but {len(found)} of"
-            f" {'any' if wanted is None else len(wanted)} were found in {type(model).__name__}. Pass modules= from"
+            f"`model` must have the modules to tile, but {len(selected)} of"
+            f" {'any' if wanted is None else len(wanted)} are in {type(model).__name__}. Pass modules= from"
             f" model.modules(), such as [layer.mlp for layer in model.layers]."
         )
-    for name, module in found.items():
+    for name, module in selected.items():
         if "forward" in vars(module):
             raise ValueError(
                 f"{name} ({type(module).__name__}) must have the forward of its class, but it was replaced (by tile, an"
@@ -75,9 +75,9 @@ def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None 
                 f"{name} ({type(module).__name__}) must have no dropout, since tiles would draw other numbers than the"
                 f" whole. Set its dropout to 0, or leave it out: pass modules= to tile."
             )
-    for name, module in found.items():
+    for name, module in selected.items():
         module.forward = partial(_forward, module, chunks, name, getattr(model, "config", None))
-    return list(found)
+    return list(selected)
 
 
 def _forward(module: nn.Module, chunks: int, name: str, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _forward(module: nn.Module, chunks: int, name: str, config: Any, *args: Any,
         )
     hidden = args[0]
     dim = hidden.ndim - 2 if hidden.ndim < 4 else 1
-    if getattr(module, "_longspan_checked", 0) < min(hidden.shape[dim], _PROBE):  # a first call may have few tokens
+    if getattr(module, "_longspan_checked", (0, 0))[module.training] < min(hidden.shape[dim], _PROBE):
         _check_tokens(module, forward, name, hidden, dim)
     # With several batch rows a piece has gaps, but modules of transformers `view` their input.
     pieces = [piece.contiguous() for piece in hidden.chunk(chunks, dim=dim)]
@@ -117,12 +117,17 @@ def _join(outputs: list[Any], pieces: list[Tensor], dim: int) -> Any:
 
 
 def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str, hidden: Tensor, dim: int) -> None:
-    """Raise if the module computes other rows for a few tokens than for two parts of them, or changes its buffers,
-    which would count tokens twice."""
+    """Raise if the module computes other rows for a few tokens than for two parts of them, or changes its buffers, its
+    input or tensors in its attributes, since tiles run one after another, and twice.
+
+    `_longspan_checked` has the numbers of tokens that were checked in `eval()` and in `train()`, where dropout and
+    batch norms differ; a first call may have few tokens. A check in `train()` also counts for `eval()`.
+    """
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} ({type(module).__name__}) must run once before it is compiled, to check that it treats each token"
-            f" separately. Call the model once, on {_PROBE} tokens or more, before torch.compile."
+            f" separately. Call the model once, in train() if it is trained, on {_PROBE} tokens or more, before"
+            f" torch.compile."
         )
     if hidden.shape[dim] < 2:
         return  # checked by a later call
@@ -131,13 +136,24 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
     with torch.no_grad():
         few = hidden.detach().narrow(dim, 0, min(_PROBE, hidden.shape[dim])).contiguous()
         sizes = [few.shape[dim] // 2, few.shape[dim] - few.shape[dim] // 2]
-        parts = [part.contiguous() for part in few.split(sizes, dim=dim)]
-        whole, halves = forward(few), [forward(part) for part in parts]
-        changed = [  # NaN stays NaN
-            key for key, old in before.items() if bool(((buffers[key] != old) & (buffers[key] == buffers[key])).any())
-        ]
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in few.split(sizes, dim=dim)]
+        probe = few.clone()
+        whole, attributes = forward(probe), [*_attributes(module)]  # what is cached in a first call may stay
+        halves, others = [forward(part) for part in parts], [*_attributes(module)]
+        changed = [key for key, old in before.items() if _differs(buffers[key], old)]
         for key, buffer in buffers.items():
             buffer.copy_(before[key])
+    if _differs(probe, few):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) must not change its input in place to be tiled. Leave it out: pass"
+            f" modules= to tile."
+        )
+    if len(attributes) != len(others) or any(x is not y for x, y in zip(attributes, others, strict=True)):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) must not keep tensors of a call in attributes to be tiled, such as a"
+            f" loss of a router, since each tile replaces those of the tile before. Leave it out: pass modules= to"
+            f" tile."
+        )
     if changed:
         raise ValueError(
             f"{name} ({type(module).__name__}) must not change its buffers to be tiled, since each tile runs twice, but"
@@ -161,4 +177,29 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
                 f"{name} ({type(module).__name__}) must treat each token separately to be tiled, but it computes other"
                 f" rows for {few.shape[dim]} tokens than for two parts of them. Leave it out: pass modules= to tile."
             )
-    vars(module)["_longspan_checked"] = few.shape[dim]
+    if _differs(few, few.narrow(dim, 0, 1).expand_as(few)):  # equal tokens show nothing, such as padding
+        size, in_training = few.shape[dim], getattr(module, "_longspan_checked", (0, 0))[1]
+        vars(module)["_longspan_checked"] = (size, size if module.training else in_training)
+
+
+def _differs(new: Tensor, old: Tensor) -> bool:
+    """Return whether there are other values than before; NaN stays NaN."""
+    return bool(((new != old) & (new == new)).any())
+
+
+def _attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors that are attributes or buffers of a module and its submodules, also those in lists and dicts."""
+    pending = [
+        value
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if key not in ("_parameters", "_modules")
+    ]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value

@@ -17,7 +17,7 @@ from longspan.run.relayout import Relayout
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import Ints, check_int
 from longspan.tile import accumulation_dtype
-from longspan.training.batch import BatchCut, Like, as_bool, check_rows, cut_of, shifted
+from longspan.training.batch import BatchCut, Like, as_bool, check_rows, cut_of, shift_within_documents
 from longspan.training.groups import (
     BatchError,
     all_gathered,
@@ -27,6 +27,7 @@ from longspan.training.groups import (
     process_group,
     run_collective,
 )
+from longspan.training.loss_without_logits import sum_gradients
 from longspan.validate import Group, check_no_tangent, check_sharding
 
 # -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
@@ -85,7 +86,7 @@ def shard_like(
     assert cut.rank is not None
     axis = dim % values.ndim
     if shift and axis:
-        moved = shifted(values.movedim((axis - 1, axis), (-2, -1)), shift, cut.numbers, fill)
+        moved = shift_within_documents(values.movedim((axis - 1, axis), (-2, -1)), shift, cut.numbers, fill)
         values = moved.movedim((-2, -1), (axis - 1, axis))
     elif shift:
         if len(cut.numbers) > 1:
@@ -93,7 +94,7 @@ def shard_like(
                 f"documents are for {len(cut.numbers)} batch rows, but a tensor of shape {tuple(values.shape)} with"
                 f" tokens along dim 0 has one. Pass tensors (batch, tokens, ...), and dim=1."
             )
-        values = shifted(values.movedim(0, -1), shift, cut.numbers, fill).movedim(-1, 0)
+        values = shift_within_documents(values.movedim(0, -1), shift, cut.numbers, fill).movedim(-1, 0)
     return layout.shard(values, cut.rank, dim, fill)
 
 
@@ -334,11 +335,7 @@ def per_token(
     factor = share_factor(gradients, members, "per_token", numbers)
     rank = 0 if members is None else members.rank()
     index, _ = _index(cut, rank, _rows(cut, len(numbers)))
-    if members is not None and numbers.requires_grad and torch.is_grad_enabled():
-        if isinstance(members, SimulatedRank):
-            numbers = members.meet("per_token", numbers, lambda parts: SumHere.apply(factor, *parts))  # type: ignore[arg-type,return-value]
-        else:
-            numbers = SumGradients.apply(numbers, members, factor)  # type: ignore[assignment]
+    numbers = sum_gradients(numbers, members, "per_token", factor)
     tokens = numbers[to_device(torch.from_numpy(index), numbers.device)]
     padding = numbers.new_full((len(index), cut.layout.num_padding(rank)), fill)
     return torch.cat((tokens, padding), dim=1)
@@ -356,34 +353,6 @@ class Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grads[0] * ctx.factor, None, None
-
-
-class SumGradients(torch.autograd.Function):
-    """Return equal numbers unchanged for each rank's own tokens; their gradients are summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
-        ctx.group, ctx.factor = group, factor
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_summed(grads[0].clone(), ctx.group) / ctx.factor, None, None
-
-
-class SumHere(torch.autograd.Function):
-    """Do as `SumGradients` for all simulated ranks at once, which share one graph."""
-
-    @staticmethod
-    def forward(ctx: Any, factor: int, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.factor = factor
-        return tuple(part.clone() for part in parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *[torch.stack(grads).sum(0) / ctx.factor] * len(grads)
 
 
 def _place(like: Any, group: Any, documents: Documents, caller: str) -> tuple[BatchCut, dist.ProcessGroup | None]:

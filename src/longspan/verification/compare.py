@@ -16,18 +16,10 @@ from longspan.scoring.biases import Extras
 from longspan.scoring.pipeline import Scoring
 from longspan.testing import allowed
 from longspan.tile import accumulation_dtype
-from longspan.verification import diagnose as leaks
-from longspan.verification.diagnose import (
-    ADVICE,
-    Cause,
-    Evidence,
-    describe_multiple,
-    diagnose,
-    find_multiple,
-    plain_cause,
-)
+from longspan.verification import diagnose
 from longspan.verification.ranks import SEQ_DIM, RankView, find_different_data, with_failures_elsewhere
 from longspan.verification.reference import (
+    SAMPLES,
     TOTAL,
     Budget,
     Inputs,
@@ -37,7 +29,6 @@ from longspan.verification.reference import (
     budgets,
     compare_tensor,
     reference_result,
-    sample_rounding,
     unit,
     units,
 )
@@ -69,7 +60,7 @@ class CallSpec:
                 f"captured_grads must be 'sum' or 'share', as in the call, but got {self.captured_grads!r}."
             )
 
-    def used(self) -> list[str]:
+    def used_options(self) -> list[str]:
         """Return the names of the options that change the result."""
         names = ("sinks", "softcap", "alibi", "relative_bias", "bias", "score_mod")
         return [name for name in names if getattr(self, name) is not None] + ["dropout"] * bool(self.dropout)
@@ -108,9 +99,10 @@ def run_call(
     """Return the call's output and gradients for whole q, k, v and dout; the output has `width` features."""
     q, k, v = (ranks.shard(t).detach().requires_grad_() for t in tensors[:3])
     dout = ranks.shard(tensors[3])
-    result = fn(q, k, v)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    problem = _shape_problem(ranks, out, (*q.shape[:3], width))
+    result: Any = fn(q, k, v)
+    pair: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    out, lse = pair
+    problem = _shape_problem(ranks, out, (*q.shape[:3], width)) or _lse_problem(ranks, lse, q.shape[:3])
     if problem is not None:
         return problem
     leaves = {"dq": q, "dk": k, "dv": v, **shared}
@@ -121,16 +113,16 @@ def run_call(
         grads.update(zip(wanted, computed, strict=True))
     missing = ranks.missing(grads)
     filled = {name: torch.zeros_like(leaves[name]) if grad is None else grad for name, grad in grads.items()}
-    whole = {"out": ranks.gather(out)}
-    if isinstance(lse, Tensor) and not ranks.any(lse.shape != q.shape[:3]):
-        whole["lse"] = ranks.gather(lse)
-    whole.update({name: ranks.gather(filled[name]) for name in ("dq", "dk", "dv")})
-    return Observed(whole, {name: ranks.each(filled[name]) for name in shared}, missing)
+    whole = {"out": ranks.unshard(out)}
+    if isinstance(lse, Tensor):
+        whole["lse"] = ranks.unshard(lse)
+    whole.update({name: ranks.unshard(filled[name]) for name in ("dq", "dk", "dv")})
+    return Observed(whole, {name: ranks.all_gather(filled[name]) for name in shared}, missing)
 
 
 def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Finding | None:
     shape = tuple(out.shape) if isinstance(out, Tensor) else ()
-    rows = ranks.integers([int(shape != wanted), *[*shape, -1, -1, -1, -1][:4]])
+    rows = ranks.gather_integers([int(shape != wanted), *[*shape, -1, -1, -1, -1][:4]])
     wrong = [rank for rank, row in enumerate(rows) if row[0]]
     if not wrong:
         return None
@@ -143,6 +135,18 @@ def _shape_problem(ranks: RankView, out: Any, wanted: tuple[int, ...]) -> Findin
     return Finding(
         "out", f"has shape {got} on rank {wrong[0]}, which holds {ranks.num_slots(wrong[0])} tokens",
         torch.inf, 0.0, tuple(wrong), (), None, cause, "No number was compared.", advice,
+    )  # fmt: skip
+
+
+def _lse_problem(ranks: RankView, lse: Any, wanted: tuple[int, ...]) -> Finding | None:
+    """Return a finding unless every rank returned lse, or none did."""
+    shape = tuple(lse.shape) if isinstance(lse, Tensor) else None
+    wrong = ranks.where(shape != wanted)
+    if not wrong or (len(ranks.where(lse is not None)) == 0):
+        return None
+    return Finding(
+        "lse", "has another shape, or is no tensor", torch.inf, 0.0, tuple(wrong), (), None, "lse of another shape",
+        "No number was compared.", "Return lse as (batch, heads, local tokens), on every rank, or the output alone.",
     )  # fmt: skip
 
 
@@ -177,16 +181,20 @@ def verify_attention(
     ranks = RankView.of(plan.layout, group)
     tensors = _inputs(inputs, plan, draw, device)
     subject = f"attention of {plan!r}"
-    data = {"plan": plan.fingerprint, "options": [*spec.used(), repr(spec.scale), spec.seed, spec.captured_grads]}
+    data = {
+        "plan": plan.fingerprint,
+        "options": [*spec.used_options(), repr(spec.scale), spec.seed, spec.captured_grads],
+    }
     data |= dict(zip(("q", "k", "v"), tensors, strict=False)) if inputs is not None else {}
     different = find_different_data(data, ranks)
     if different is not None:
         return Report(subject, ranks.size, (), (different,))
     work = _Work(plan, ranks, spec, tensors, factor)
-    shared = dict(zip(work.right.names, work.captured(), strict=True))
+    captured = zip(work.right.names, work.captured(), strict=True)
+    shared = {name: tensor for name, tensor in captured if tensor.requires_grad}
     observed = run_call(fn, ranks, tensors, shared, sizes.v_head_dim)
     if isinstance(observed, Finding):
-        finding = replace(observed, advice=observed.advice or ADVICE.get(observed.cause, ""))
+        finding = replace(observed, advice=observed.advice or diagnose.ADVICE.get(observed.cause, ""))
         return Report(subject, ranks.size, (), (finding,))
     checks, findings = work.compare(observed)
     leaking, notes = _probe(work, fn, shared, observed, probes, draw, findings)
@@ -229,11 +237,9 @@ class _Work:
         self.truth = reference_result(self.right, *self.inputs)
         dtype = tensors[0].dtype
         narrow, broad = units(dtype)
-        draws = [torch.Generator().manual_seed(1 + number) for number in range(8)]
-        played = sample_rounding(
-            lambda number: reference_result(self.right, *self.inputs, Jitter(narrow, broad, draws[number]))
-        )
-        self.budgets = budgets(self.truth, played, SEQ_DIM, SMALLEST * unit(accumulation_dtype(dtype)), factor)
+        jitters = [Jitter(narrow, broad, torch.Generator().manual_seed(1 + number)) for number in range(SAMPLES)]
+        samples = [reference_result(self.right, *self.inputs, jitter) for jitter in jitters]
+        self.budgets = budgets(self.truth, samples, SEQ_DIM, SMALLEST * unit(accumulation_dtype(dtype)), factor)
         for name, tensor in zip(self.right.names, self.captured(), strict=True):
             # These have no rows of tokens, and a dtype of their own, to which their gradients are rounded.
             own = TOTAL * factor * unit(tensor.dtype) * float(self.truth[name].norm())
@@ -261,11 +267,11 @@ class _Work:
             checks[name], rows[name] = compare_tensor(tensor, self.truth[name], self.budgets[name], name)
         wrong = tuple(name for name, check in checks.items() if check.ratio > 1)
         bad = self._locate(rows.get("out"))[0] if "out" in wrong else ()
-        evidence = Evidence(
-            self.right, self.spec.used(), self.without, Places.of(self.plan.layout), self.inputs, self.truth,
+        evidence = diagnose.Evidence(
+            self.right, self.spec.used_options(), self.without, Places.of(self.plan.layout), self.inputs, self.truth,
             self.budgets, here, wrong, bad, observed.missing,
         )  # fmt: skip
-        causes = diagnose(evidence) if wrong else {}
+        causes = diagnose.diagnose(evidence) if wrong else {}
         findings: list[Finding] = []
         for name in wrong:
             check, ratio = checks[name], rows[name]
@@ -273,7 +279,8 @@ class _Work:
             findings.append(
                 Finding(
                     name, check.verdict, check.error, check.budget, on_ranks, spans_of(at.numpy()),
-                    None if ratio is None else int(ratio.argmax()), *causes[name], ADVICE.get(causes[name][0], ""),
+                    None if ratio is None else int(ratio.argmax()), *causes[name],
+                    diagnose.ADVICE.get(causes[name][0], ""),
                 )
             )  # fmt: skip
         for name, parts in observed.shared.items():
@@ -292,7 +299,7 @@ class _Work:
         return tuple(sorted(set(self.plan.layout.owner(at.numpy()).tolist()))), at
 
     def _compare_shared(
-        self, evidence: Evidence, name: str, each: list[Tensor], forward: Cause | None
+        self, evidence: diagnose.Evidence, name: str, each: list[Tensor], forward: diagnose.Cause | None
     ) -> tuple[Check, Finding | None]:
         """Compare a gradient that every rank has a copy of (sinks, biases, captured tensors): the sum, or its share."""
         right, is_share = self.truth[name], self.spec.captured_grads == "share"
@@ -306,8 +313,8 @@ class _Work:
         cause = forward
         if cause is None:
             part, size, budget = judged[by_part.index(worst)], len(each), self.budgets[name].total
-            plain = plain_cause(replace(evidence, observed={**evidence.observed, name: part}), name, right)
-            ratio = find_multiple(part, right, budget)
+            plain = diagnose.plain_cause(replace(evidence, observed={**evidence.observed, name: part}), name, right)
+            ratio = diagnose.find_multiple(part, right, budget)
             if plain is not None and plain[0] == "no gradient":
                 cause = "captured gradient missing", plain[1]
             elif not is_share and size > 1 and float((total - right).norm()) <= 3 * budget:
@@ -316,10 +323,10 @@ class _Work:
             elif ratio is not None:
                 is_twice = size > 1 and abs(ratio / size - 1) < 1e-2
                 cause = "captured gradient reduced twice" if is_twice else "gradients scaled"
-                cause = cause, describe_multiple(ratio, size)
+                cause = cause, diagnose.describe_multiple(ratio, size)
             else:
                 cause = UNKNOWN, "None of the known mistakes gives this gradient."
-        advice = ADVICE.get(cause[0], "")
+        advice = diagnose.ADVICE.get(cause[0], "")
         return worst, Finding(name, worst.verdict, worst.error, worst.budget, ranks, (), None, *cause, advice)
 
 
@@ -328,12 +335,12 @@ def _probe(
 ) -> tuple[list[Finding], list[str]]:
     """Change tokens that the mask hides, and return a finding for every tensor that moves, and notes."""
     generator, layout = torch.Generator().manual_seed(1000 + draw), work.plan.layout
-    probes = leaks.make_probes(work.seen, work.plan.sizes.kv_heads, count, generator)
+    probes = diagnose.make_probes(work.seen, work.plan.sizes.kv_heads, count, generator)
     if not probes:
         return [], ["no leak probe: the mask hides nothing" if count else "no leak probe: probes = 0"]
     findings: dict[str, Finding] = {}
     for position, still in probes.items():
-        tensors = leaks.change_token(work.tensors, position, generator)
+        tensors = diagnose.change_token(work.tensors, position, generator)
         after = run_call(fn, work.ranks, tensors, shared, work.plan.sizes.v_head_dim)
         if isinstance(after, Finding):
             continue
@@ -341,7 +348,7 @@ def _probe(
             rows = work.budgets[name].rows
             assert rows is not None
             moved = before.tensors[name].cpu(), after.tensors[name].cpu()
-            at, error, budget = leaks.find_moved(hidden, *moved, rows)
+            at, error, budget = diagnose.find_moved(hidden, *moved, rows)
             if not len(at) or (name in findings and len(at) <= findings[name].num_positions):
                 continue
             same = next((f for f in known if f.tensor == name), known[0] if known else None)
@@ -350,7 +357,9 @@ def _probe(
                 f"Leak probe: token {position} of rank {int(layout.owner([position])[0])} was changed, and rows from"
                 f" which the mask hides it moved."
             )
-            advice = ADVICE.get(cause, "Find out how these rows see the token: the mask of the call is not the plan's.")
+            advice = diagnose.ADVICE.get(
+                cause, "Find out how these rows see the token: the mask of the call is not the plan's."
+            )
             findings[name] = Finding(
                 name, "leaks", error, budget, tuple(sorted(set(layout.owner(at.numpy()).tolist()))),
                 spans_of(at.numpy()), int(at[0]), cause, evidence, advice,

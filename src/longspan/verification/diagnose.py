@@ -62,6 +62,14 @@ SLACK = 3.0
 """Budgets that a mistake's result may be off by: it may be a little harder to compute than the truth."""
 SMALL = 2.0**-6
 """An error below this part of the tensor may be rounding; known mistakes are larger."""
+CUTS = {
+    "qkv": "q, k and v only through pairs of one rank's own tokens",
+    "kv": "k and v only from the rank's own queries",
+    "q": "q only from the rank's own keys",
+    "k": "k only from the rank's own queries",
+    "v": "v only from the rank's own queries",
+}
+"""Gradients that a backward without remote pairs leaves out (`Meaning.cut`), and what reaches them then."""
 MANY_PAIRS = 1 << 22
 """Beyond this, the search ends at the first mistake that fits."""
 Cause = tuple[str, str]
@@ -153,22 +161,6 @@ def call_mistakes(evidence: Evidence) -> Iterator[Alternative]:
             text = f"Remote keys come with values of the rank {shift} after theirs."
             meaning = replace(right, remote=places.remote, v_from=places.neighbour(shift))
             yield "V of another rank than K", text, meaning
-
-
-def gradient_mistakes(right: Meaning, places: Places) -> Iterator[Alternative]:
-    """Yield meanings whose output is that of `right` but whose gradients are not."""
-    if places.size < 2:
-        return
-    cause = "remote pairs give no gradient"
-    for cut, reached in (
-        ("qkv", "q, k and v only through pairs of one rank's own tokens"),
-        ("kv", "k and v only from the rank's own queries"),
-        ("q", "q only from the rank's own keys"),
-        ("k", "k only from the rank's own queries"),
-        ("v", "v only from the rank's own queries"),
-    ):
-        text = f"The gradients are those that reach {reached}."
-        yield cause, text, replace(right, remote=places.remote, cut=cut)
 
 
 def stale_gradients(
@@ -289,7 +281,7 @@ def diagnose(evidence: Evidence) -> dict[str, Cause]:
         if match is not None:
             cause, meaning, base = match
         else:
-            cause = _unmatched(evidence, name)
+            cause = _unknown_cause(evidence, name)
         causes.update(dict.fromkeys(forward, cause))
         for name in evidence.wrong:
             if name not in causes and (match is None or evidence.fits(name, base[name])):
@@ -324,7 +316,7 @@ def _find_match(evidence: Evidence, name: str) -> tuple[Cause, Meaning, Answer] 
     return (cause, text), meaning, result
 
 
-def _unmatched(evidence: Evidence, name: str) -> Cause:
+def _unknown_cause(evidence: Evidence, name: str) -> Cause:
     nothing, scoring = ~evidence.right.seen.any(-1), evidence.right.scoring
     bad = ~evidence.observed[name].isfinite() & evidence.truth[name].isfinite()
     bad = bad.any(-1) if bad.ndim == 4 else bad
@@ -382,11 +374,11 @@ def _explain_gradients(evidence: Evidence, names: list[str], base: Answer, meani
     causes = {name: cause for name, cause in plain.items() if cause is not None}
     places = evidence.places
     rest = [name for name in names if name not in causes]
-    for cause, text, other in gradient_mistakes(meaning, places) if rest else ():
-        result = reference_result(other, *evidence.inputs)
+    for cut, reached in CUTS.items() if rest and places.size > 1 else ():
+        result = reference_result(replace(meaning, remote=places.remote, cut=cut), *evidence.inputs)
         for name in rest:
             if name not in causes and evidence.fits(name, result[name]):
-                causes[name] = cause, text
+                causes[name] = "remote pairs give no gradient", f"The gradients are those that reach {reached}."
     rest = [name for name in names if name not in causes]
     stale = stale_gradients(meaning, places, *evidence.inputs) if rest else None
     for name in rest:

@@ -8,6 +8,7 @@ the first document the third output changes, so the layer is named, and none aft
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -21,12 +22,11 @@ from torch import Tensor, nn
 from longspan.errors import PlanError
 from longspan.spans import Ints
 from longspan.training.batch import document_numbers, numbers_of, restarts
-from longspan.verification.model_step import copy_in_float64
-from longspan.verification.prover import jittered, titled
-from longspan.verification.reference import ROW, unit
+from longspan.verification.prover import copy_in_float64, describe_module, perturb_parameters
+from longspan.verification.reference import ROW, comparable, squared_differences, unit
 from longspan.verification.report import Check, Finding, Report, spans_of
 
-CAUSE = "documents leak on one device"
+DOCUMENTS_LEAK = "documents leak on one device"
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 Run = Callable[[nn.Module, dict[str, Any]], Any]
 """The user's call on one device: model and batch to the output."""
@@ -58,10 +58,9 @@ class PackedBatch:
         tokens = self.batch[name]
         at = torch.as_tensor(replaced, device=tokens.device)
         if name == "inputs_embeds":
-            return {**self.batch, name: torch.where(at[..., None], -tokens, tokens)}
-        known = tokens.unique()
-        others = known[(torch.searchsorted(known, tokens) + 1) % len(known)]
-        return {**self.batch, name: torch.where(at, others, tokens)}
+            others = torch.where(tokens == 0, torch.ones_like(tokens), -tokens)
+            return {**self.batch, name: torch.where(at[..., None], others, tokens)}
+        return {**self.batch, name: torch.where(at, other_ids(tokens), tokens)}
 
     def by_token(self, x: Any) -> Tensor | None:
         """Return values as (B, S, features) in float64, or None if they have no token dimension."""
@@ -69,9 +68,9 @@ class PackedBatch:
             return None
         rows, length = self.numbers.shape
         if x.ndim >= 2 and (tuple(x.shape[:2]) == (rows, length) or x.shape[0] == rows * length):
-            return x.reshape(rows, length, -1).detach().double().cpu()
+            return comparable(x.reshape(rows, length, -1))
         if x.ndim == 3 and (x.shape[0], x.shape[2]) == (rows, length):
-            return x.transpose(1, 2).detach().double().cpu()
+            return comparable(x.transpose(1, 2))
         return None
 
     def output(self, output: Any) -> Tensor:
@@ -85,6 +84,18 @@ class PackedBatch:
                 f" {self.numbers.shape}. Return logits, (batch, tokens, vocabulary)."
             )
         return tokens
+
+
+def other_ids(ids: Tensor) -> Tensor:
+    """Return another id of the batch for each token; 0 or 1 if all ids are equal.
+
+    >>> other_ids(torch.tensor([5, 2, 5, 9])).tolist(), other_ids(torch.tensor([0, 0])).tolist()
+    ([9, 5, 9, 2], [1, 1])
+    """
+    known = ids.unique()
+    if len(known) == 1:
+        return (ids == 0).to(ids.dtype)
+    return known[(torch.searchsorted(known, ids) + 1) % len(known)]
 
 
 def read_documents(batch: Mapping[str, Any], numbers: Any = None) -> PackedBatch | None:
@@ -144,19 +155,25 @@ def find_leak(model: nn.Module, packed: PackedBatch, run: Run, factor: float = 1
     """
     rounding = max([unit(torch.float32), *(unit(p.dtype) for p in model.parameters() if p.is_floating_point())])
     truth, again = (packed.output(run(model, packed.batch)) for _ in range(2))
-    if not (again - truth).norm() <= 64 * rounding * truth.norm() + 1e-30:
+    if not _distance(again, truth).norm() <= 64 * rounding * _size(truth).norm() + 1e-30:
         raise PlanError(
             "the model gives other numbers when it runs again, so nothing can be compared. Turn dropout off"
             " (model.eval(), or p = 0), or fix the seed."
         )
     samples: list[Tensor] = []
     for seed in range(2):
-        with jittered(model, rounding, seed):
+        with perturb_parameters(model, rounding, seed):
             samples.append(packed.output(run(model, packed.batch)))
     limit = factor * _limit(truth, samples, rounding)
+    if not math.isfinite(limit):
+        raise PlanError(
+            "rounding alone turns numbers of the model's output into infinite ones, or into nan, so nothing can be"
+            " compared. Use weights of a usual size."
+        )
     farthest = 0.0
     for replaced, watched in packed.probes():
-        moved = _distance(packed.output(run(model, packed.replace_tokens(replaced))), truth, watched)
+        far = _distance(packed.output(run(model, packed.replace_tokens(replaced))), truth)
+        moved = far.masked_fill(~torch.as_tensor(watched), 0.0)
         farthest = max(farthest, float(moved.max()))
         if not farthest <= limit:
             layer = _first_to_leak(model, packed, run, replaced, watched, rounding, factor)
@@ -166,14 +183,18 @@ def find_leak(model: nn.Module, packed: PackedBatch, run: Run, factor: float = 1
 
 def _limit(truth: Tensor, samples: list[Tensor], rounding: float) -> float:
     """Return how far rounding may move a token: the smaller sample, since in the other a router may have changed."""
-    far = min(float((sample - truth).norm(dim=2).max()) for sample in samples)
-    return ROW * far + 8 * rounding * float(truth.norm(dim=2).max())
+    far = min(float(_distance(sample, truth).max()) for sample in samples)
+    return ROW * far + 8 * rounding * float(_size(truth).max())
 
 
-def _distance(after: Tensor, truth: Tensor, watched: Any) -> Tensor:
-    """Return how far each watched token moved (B, S), 0 elsewhere."""
-    far = (after - truth).norm(dim=2).nan_to_num(torch.inf, posinf=torch.inf)
-    return torch.where(torch.as_tensor(watched), far, torch.zeros_like(far))
+def _distance(after: Tensor, truth: Tensor) -> Tensor:
+    """Return how far each token moved (B, S)."""
+    return squared_differences(after, truth).sum(2).sqrt()
+
+
+def _size(x: Tensor) -> Tensor:
+    """Return the norm of each token's finite numbers (B, S)."""
+    return x.masked_fill(~x.isfinite(), 0.0).norm(dim=2)
 
 
 def _first_to_leak(
@@ -181,13 +202,15 @@ def _first_to_leak(
 ) -> str | None:
     """Return the name of the first module whose output moves while its inputs do not; None if none can be named."""
     truth, after = (_trace(model, packed, run, b) for b in (packed.batch, packed.replace_tokens(replaced)))
-    with jittered(model, rounding, 0):
+    with perturb_parameters(model, rounding, 0):
         rounded = _trace(model, packed, run, packed.batch)
 
     def moves(right: Tensor, changed: Tensor, sample: Tensor) -> bool:
         if not right.shape == changed.shape == sample.shape:
             return True
-        return not float(_distance(changed, right, watched).max()) <= factor * _limit(right, [sample], rounding)
+        return not float(_distance(changed, right)[torch.as_tensor(watched)].max()) <= factor * _limit(
+            right, [sample], rounding
+        )
 
     for call, (inputs, out) in truth.items():
         if call in after and call in rounded:
@@ -238,7 +261,7 @@ def _finding(model: nn.Module, layer: str | None, packed: PackedBatch, moved: Te
         f"Other documents were replaced, on one device, and the one at tokens {own[0][0]}:{own[-1][1]} of row {row}"
         f" moved by {error:.1e} where rounding moves it by less than {limit:.1e}."
     )
-    module, name = model.get_submodule(layer or ""), titled(model, layer or "")
+    module, name = model.get_submodule(layer or ""), describe_module(model, layer or "")
     if layer is not None:
         same = sum(type(part) is type(module) for part in model.modules())
         evidence += f" Up to {name}{f', one of {same} of its kind,' * (same > 1)} they were apart."
@@ -255,5 +278,14 @@ def _finding(model: nn.Module, layer: str | None, packed: PackedBatch, moved: Te
             " causal_conv1d, flash-linear-attention or mamba_ssm are installed."
         )
     return Finding(
-        "output", f"mixes documents, first in {name}", error, limit, (), spans_of(at), place, CAUSE, evidence, advice
+        "output",
+        f"mixes documents, first in {name}",
+        error,
+        limit,
+        (),
+        spans_of(at),
+        place,
+        DOCUMENTS_LEAK,
+        evidence,
+        advice,
     )

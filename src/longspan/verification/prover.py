@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 @contextmanager
-def isolated(*devices: str) -> Iterator[None]:
+def isolate_torch_state(*devices: str) -> Iterator[None]:
     """Run with gradients, without autocast on these device types, and with random state that is restored."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -42,20 +42,66 @@ def isolated(*devices: str) -> Iterator[None]:
 
 
 @contextmanager
-def jittered(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
+def perturb_parameters(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
     """Move every parameter by up to one rounding inside, to measure the effect of rounding on this model."""
     draw = torch.Generator().manual_seed(seed)
     saved = [p.detach().clone() for p in model.parameters()]
     try:
         with torch.no_grad():
             for p in model.parameters():
-                noise = torch.rand(p.shape, generator=draw, dtype=torch.float64) * 2 - 1
-                p.copy_(p.double() * (1 + rounding * noise.to(p.device)))
+                if p.is_floating_point() or p.is_complex():  # quantized numbers have no rounding
+                    values = torch.view_as_real(p) if p.is_complex() else p
+                    values.copy_(_with_noise(values, rounding, draw))
         yield
     finally:
         with torch.no_grad():
             for p, value in zip(model.parameters(), saved, strict=True):
                 p.copy_(value)
+
+
+@contextmanager
+def perturb_gradients(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
+    """Move gradients of module outputs by up to one rounding inside.
+
+    A gradient that is 0 by cancellation, as that of a key's bias, shows the effect of rounding then.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        for tensor in floating_tensors([output]):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: _with_noise(grad, rounding, draw).to(grad.dtype))
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+def _with_noise(x: Tensor, rounding: float, draw: torch.Generator) -> Tensor:
+    """Return numbers in float64, each off by up to one rounding."""
+    noise = torch.rand(x.shape, generator=draw, dtype=torch.float64) * 2 - 1
+    return x.double() * (1 + rounding * noise.to(x.device))
+
+
+def copy_in_float64(
+    model: nn.Module, batch: dict[str, Any], run: Callable[[nn.Module, dict[str, Any]], Any]
+) -> tuple[nn.Module, dict[str, Any], str]:
+    """Return a float64 copy of model and batch if it can be created and run; else both unchanged, and a note."""
+    try:
+        copied = copy.deepcopy(model).double()
+        doubled = {
+            name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in batch.items()
+        }
+        run(copied, doubled)
+    except Exception as error:  # the model's own code may raise anything
+        return model, batch, f"no float64 run ({error_line(error)}); the truth is in the model's dtype"
+    return copied, doubled, ""
+
+
+def error_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
@@ -85,12 +131,14 @@ def run_on_ranks(
     return simulate(layout.world_size, lambda rank: step(copies[rank.rank()], rank))
 
 
-def gradients(model: nn.Module, total: Tensor | None) -> tuple[dict[str, Tensor], list[str]]:
+def gradients(
+    model: nn.Module, total: Tensor | None, retain_graph: bool = False
+) -> tuple[dict[str, Tensor], list[str]]:
     """Return the gradients of all parameters, 0 for those that `total` does not reach, and the names of these."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads: Sequence[Tensor | None] = [None] * len(named)
-    if total is not None:
-        grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    if total is not None and named:
+        grads = torch.autograd.grad(total, list(named.values()), retain_graph=retain_graph, allow_unused=True)
     filled: dict[str, Tensor] = {}
     for (name, p), grad in zip(named.items(), grads, strict=True):
         filled[name] = (torch.zeros_like(p) if grad is None else grad).detach()
@@ -113,22 +161,26 @@ class ModuleTrace:
         for name, module in model.named_modules():
 
             def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                self.inputs.setdefault(name, _tensors([*args, *(kwargs[key] for key in sorted(kwargs))]))
+                self.inputs.setdefault(name, _detached([*args, *(kwargs[key] for key in sorted(kwargs))]))
 
             def after(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-                self.outputs.setdefault(name, _tensors([output]))
+                self.outputs.setdefault(name, _detached([output]))
 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
         return handles
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _detached(values: Any) -> list[Tensor]:
+    return [tensor.detach() for tensor in floating_tensors(values)]
+
+
+def floating_tensors(values: Any) -> list[Tensor]:
     """Return the floating-point tensors among values and inside tuples, lists and dicts one level deep."""
     tensors: list[Tensor] = []
     for value in values:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
-        tensors += [part.detach() for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+        tensors += [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     return tensors
 
 
@@ -171,14 +223,14 @@ def find_first_different(
         if differs(outputs, [part.outputs.get(name) for part in parts]):
             while name and differs(reference.inputs.get(name, []), [part.inputs.get(name) for part in parts]):
                 name = name.rpartition(".")[0]
-            return titled(model, name)
+            return describe_module(model, name)
     return None
 
 
-def titled(model: nn.Module, name: str) -> str:
+def describe_module(model: nn.Module, name: str) -> str:
     """Return a module's name and class.
 
-    >>> titled(nn.Sequential(nn.SiLU()), "0"), titled(nn.SiLU(), "")
+    >>> describe_module(nn.Sequential(nn.SiLU()), "0"), describe_module(nn.SiLU(), "")
     ('0 (SiLU)', 'the model (SiLU)')
     """
     return f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"

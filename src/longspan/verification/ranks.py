@@ -55,7 +55,7 @@ class RankView:
         """Return the number of tokens of a rank's tensor, padding included."""
         return self.layout.seq_len if self.group is None else self.layout.num_slots(rank)
 
-    def gather(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
+    def unshard(self, x: Tensor, dim: int = SEQ_DIM) -> Tensor:
         """Return the whole tensor, in global order, on every rank."""
         x = x.detach()
         if self.group is None:
@@ -64,16 +64,16 @@ class RankView:
         assert whole is not None
         return whole.to(x.device)
 
-    def each(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return every rank's tensor; all have one shape."""
         if self.group is None:
             return [x.detach()]
-        mine = x.detach().contiguous().to(message_device(self.group))
-        parts = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(parts, mine, group=self.group)
+        local = x.detach().contiguous().to(message_device(self.group))
+        parts = [torch.empty_like(local) for _ in range(self.group.size())]
+        dist.all_gather(parts, local, group=self.group)
         return [part.to(x.device) for part in parts]
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks."""
         if self.group is None:
             return x.detach()
@@ -81,17 +81,17 @@ class RankView:
         dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 
-    def integers(self, row: Sequence[int]) -> list[list[int]]:
+    def gather_integers(self, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of integers."""
-        return [part.tolist() for part in self.each(torch.tensor(row, dtype=torch.int64))]
+        return [part.tolist() for part in self.all_gather(torch.tensor(row, dtype=torch.int64))]
 
-    def any(self, flag: bool) -> list[int]:
+    def where(self, flag: bool) -> list[int]:
         """Return the ranks on which the flag is set."""
-        return [rank for rank, (is_set,) in enumerate(self.integers([int(flag)])) if is_set]
+        return [rank for rank, (is_set,) in enumerate(self.gather_integers([int(flag)])) if is_set]
 
     def missing(self, grads: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
         """Return the names of gradients that are None anywhere, and on which ranks."""
-        rows = self.integers([int(grad is None) for grad in grads.values()])
+        rows = self.gather_integers([int(grad is None) for grad in grads.values()])
         ranks = {name: tuple(r for r, row in enumerate(rows) if row[i]) for i, name in enumerate(grads)}
         return {name: where for name, where in ranks.items() if where}
 
@@ -112,7 +112,7 @@ def find_different_data(values: dict[str, Any], ranks: RankView) -> Finding | No
 
 def with_failures_elsewhere(findings: list[Finding], ranks: RankView) -> tuple[Finding, ...]:
     """Add a finding on a rank without any if other ranks have some, so that the verdict is the same on all."""
-    others = ranks.any(bool(findings))
+    others = ranks.where(bool(findings))
     if not others or findings:
         return tuple(findings)
     return (

@@ -6,7 +6,7 @@ rows, H heads, S tokens, D features, E features of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.layouts import Layout
-from longspan.scoring.captured import Swap
-from longspan.scoring.pipeline import Dropout, Scoring
+from longspan.scoring.pipeline import Dropout, Scoring, Swap
 from longspan.tile import accumulation_dtype
 from longspan.verification.report import Check
 
@@ -32,6 +31,7 @@ Chosen from correct runs: 300 random ones in four dtypes used at most 0.33 of th
 to thousands in float32 at most 0.52. A single row has few numbers, so chance does not average out.
 """
 SAMPLES = 5
+"""Number of runs with random rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,21 @@ class Budget:
 
     total: float
     rows: Tensor | None
+
+
+HUGE = 1e30
+"""Larger numbers, such as finfo.min for logits of padding, compare as infinite."""
+
+
+def comparable(x: Tensor) -> Tensor:
+    """Return a tensor in float64 on the CPU; complex numbers as pairs, numbers beyond `HUGE` as infinite.
+
+    >>> comparable(torch.tensor([1 + 2j])).tolist(), comparable(torch.tensor([-3e38])).tolist()
+    ([[1.0, 2.0]], [-inf])
+    """
+    x = x.detach().to_dense()
+    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double().cpu()
+    return torch.where(x.abs() > HUGE, x.sign() * torch.inf, x)
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -53,16 +68,17 @@ def units(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def budgets(
-    truth: dict[str, Tensor], played: Sequence[dict[str, Tensor]], dim: int | None, smallest: float, factor: float
+    truth: dict[str, Tensor], samples: Sequence[dict[str, Tensor]], dim: int | None, smallest: float, factor: float
 ) -> dict[str, Budget]:
     """Return the budget of every tensor from samples of the truth with rounding; `dim` is the token dimension.
 
-    `smallest` is a relative error that is always allowed.
+    `smallest` is a relative error that is always allowed, of numbers that rounding moves: constants may be large.
     """
     by_name: dict[str, Budget] = {}
     for name, right in truth.items():
-        squares = torch.stack([_squares(sample[name], right) for sample in played]).mean(0)
-        floor = smallest * float(right[right.isfinite()].norm()) + 1e-300
+        squares = torch.stack([squared_differences(sample[name], right) for sample in samples]).mean(0)
+        rounded = right.isfinite() & ((squares > 0) | ~squares.any())
+        floor = smallest * float(right[rounded].norm()) + 1e-300
         total = factor * (TOTAL * float(squares.sum().sqrt()) + floor)
         rows = None
         if dim is not None and right.ndim > dim:
@@ -77,7 +93,7 @@ def compare_tensor(
     observed: Tensor, right: Tensor, budget: Budget, name: str, dim: int = 2
 ) -> tuple[Check, Tensor | None]:
     """Return the check, and each row's error over its budget; values finite on one side only are infinitely far off."""
-    squares = _squares(observed, right)
+    squares = squared_differences(observed, right)
     check = Check(name, float(squares.sum().sqrt()), budget.total)
     if budget.rows is None:
         return check, None
@@ -89,12 +105,12 @@ def compare_tensor(
     return check, ratio
 
 
-def sample_rounding(run: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return a few samples of the truth with rounding."""
-    return [run(number) for number in range(SAMPLES)]
+def distance(observed: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors; see `squared_differences`."""
+    return float(squared_differences(observed, expected).sum().sqrt())
 
 
-def _squares(observed: Tensor, right: Tensor) -> Tensor:
+def squared_differences(observed: Tensor, right: Tensor) -> Tensor:
     """Return squared differences, infinite where one is not finite and the other is not the same."""
     observed, right = observed.double(), right.double()
     same = (observed == right) | (observed.isnan() & right.isnan())
@@ -269,7 +285,7 @@ class Jitter:
         noise = torch.rand(like.shape, generator=self.draw, dtype=torch.float64) * 2 - 1
         return noise.to(like.device)
 
-    def rounded(self, x: Tensor, unit: float | None = None) -> Tensor:
+    def add_rounding(self, x: Tensor, unit: float | None = None) -> Tensor:
         """Return the tensor with each number off by up to one rounding."""
         return x * (1 + (self.narrow if unit is None else unit) * self.noise(x))
 
@@ -300,7 +316,7 @@ def reference_result(
         grads[1], grads[2] = grads[2], grads[1]
     tensors = [out.detach(), lse.detach(), *grads]
     if jitter is not None:
-        tensors = [tensors[0], jitter.rounded(lse.detach(), jitter.wide), *map(jitter.rounded, grads)]
+        tensors = [tensors[0], jitter.add_rounding(lse.detach(), jitter.wide), *map(jitter.add_rounding, grads)]
     return dict(zip(("out", "lse", "dq", "dk", "dv", *meaning.names), tensors, strict=True))
 
 
@@ -317,9 +333,9 @@ def _forward(
     scores = meaning.scale * scores
     if jitter is not None:
         scores = jitter.scores(scores, q, k, meaning.scale)
-    scores = _scored(meaning, scores, swap)
+    scores = _apply_score(meaning, scores, swap)
     if jitter is not None:
-        scores.register_hook(jitter.rounded)
+        scores.register_hook(jitter.add_rounding)
     scores = scores.masked_fill(~meaning.seen, -torch.inf)
     if meaning.empty_mean:
         scores = torch.where(~meaning.seen.any(-1, keepdim=True), torch.zeros_like(scores), scores)
@@ -328,14 +344,14 @@ def _forward(
     return _softmax(meaning, scores, sinks, v, jitter, dout)
 
 
-def _scored(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
+def _apply_score(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
     if meaning.scoring is None:
         return scores
     # The reference is computed on the CPU, but tensors that the functions read may be on another device.
     like = meaning.scoring.like
     there = scores if like is None else scores.to(like.device)
     index = _index(there, meaning.q_at, meaning.kv_at)
-    return meaning.scoring.settled(there, *index).apply(there, *index, swap).to(scores.device)
+    return meaning.scoring.detect_tile_support(there, *index).apply(there, *index, swap).to(scores.device)
 
 
 def _index(scores: Tensor, q_at: Tensor | None, kv_at: Tensor | None) -> Inputs:
@@ -356,7 +372,7 @@ def _softmax(
     p = (weights / total)[..., : v.shape[2]]
     factor = _dropout_factor(meaning, scores[..., : v.shape[2]])
     p = p if factor is None else p * factor
-    p = p if jitter is None else jitter.rounded(p)
+    p = p if jitter is None else jitter.add_rounding(p)
     if meaning.v_from is None and "v" not in meaning.cut:
         out = p @ v
     else:
@@ -374,7 +390,7 @@ def _softmax(
         # Backward recomputes p from lse, a rounded number of the size of the scores: all p of the row are off equally.
         level = 2 * jitter.wide * (1 + lse.detach().abs().masked_fill(nothing.squeeze(-1), 0.0)).unsqueeze(-1)
         out.register_hook(lambda g: g * (1 + level * jitter.noise(level)))
-        out = jitter.rounded(out)
+        out = jitter.add_rounding(out)
     return out, lse
 
 

@@ -4,15 +4,12 @@ Every picture is a `Scene` around a matplotlib figure: `scene.svg()` and `write_
 matplotlib (`pip install longspan[viz]`).
 """
 
-from longspan.viz.layout import layout_picture
-from longspan.viz.mask import mask_picture
-from longspan.viz.memory import memory_picture
+from longspan.viz.mask_and_layout import layout_picture, mask_picture
+from longspan.viz.plan_pictures import memory_picture, timeline_picture, traffic, traffic_picture
 from longspan.viz.report import notebook_html, picture_page, report_html
 from longspan.viz.scaling import ScalingPoint, bars_picture, scaling_picture, scaling_points
 from longspan.viz.scan import scan_picture
 from longspan.viz.scene import Scene, write_png
-from longspan.viz.timeline import timeline_picture
-from longspan.viz.traffic_table import traffic, traffic_picture
 
 __all__ = [
     "ScalingPoint",

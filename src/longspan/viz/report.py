@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from longspan.errors import LongspanError
-from longspan.formatting import bytes_text, count_text, rate_text, seconds_text, three
+from longspan.formatting import bytes_text, count_text, rate_text, seconds_text, three_digits
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.planning.choose import Reason, busiest
@@ -16,13 +16,10 @@ from longspan.planning.kernel_memory import about_kernel
 from longspan.planning.machine import Machine
 from longspan.planning.plan import Plan
 from longspan.planning.scan_plan import ScanPlan
-from longspan.viz.layout import layout_picture
-from longspan.viz.mask import mask_name, mask_picture, stretches
-from longspan.viz.memory import memory_picture
+from longspan.viz.mask_and_layout import layout_picture, mask_name, mask_picture, stretches
+from longspan.viz.plan_pictures import MAX_RANKS, memory_picture, runs, timeline_picture, traffic_picture
 from longspan.viz.scan import scan_picture
-from longspan.viz.scene import FONT, Scene, escaped
-from longspan.viz.timeline import MAX_RANKS, runs, timeline_picture
-from longspan.viz.traffic_table import traffic_picture
+from longspan.viz.scene import FONT, Scene, escape
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -78,20 +75,20 @@ def _page(title: str, body: str) -> str:
     """Return a whole HTML file around a body that is escaped already."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escaped(_POLICY)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def _figure(scene: Scene, caption: str = "") -> str:
-    text = f"<figcaption>{escaped(caption)}</figcaption>" if caption else ""
+    text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f"<figure>{scene.svg()}{text}</figure>"
 
 
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
-    lines = (f"<tr><th>{escaped(name)}</th><td>{escaped(text)}</td></tr>" for name, text in facts)
+    lines = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts)
     return '<div class="wide"><table class="facts">' + "".join(lines) + "</table></div>"
 
 
@@ -99,13 +96,13 @@ def table_html(
     heads: Sequence[str], rows: Iterable[Sequence[str | tuple[str, float]]], chosen: int | None = None
 ) -> str:
     """Return rows under heads, one of them marked. A cell (text, share) has a bar of that share below its text."""
-    lines = ["<tr>" + "".join(f"<th>{escaped(name)}</th>" for name in heads) + "</tr>"]
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in heads) + "</tr>"]
     for number, row in enumerate(rows):
         cells = ""
         for cell in row:
             text, bar = (cell, "") if isinstance(cell, str) else (cell[0], f"width:{100 * cell[1]:.1f}%")
             bar = f'<span class="bar" style="{bar}"></span>' if bar else ""
-            cells += f"<td>{escaped(text)}{bar}</td>"
+            cells += f"<td>{escape(text)}{bar}</td>"
         mark = ' class="chosen"' if number == chosen else ""
         lines.append(f"<tr{mark}>{cells}</tr>")
     return '<div class="wide"><table>' + "".join(lines) + "</table></div>"
@@ -113,12 +110,12 @@ def table_html(
 
 def paragraph_html(text: str, kind: str = "") -> str:
     mark = f' class="{kind}"' if kind else ""
-    return f"<p{mark}>{escaped(text)}</p>"
+    return f"<p{mark}>{escape(text)}</p>"
 
 
 def picture_page(scene: Scene, caption: str = "") -> str:
     """Return an HTML page with one picture."""
-    return _page(scene.title, f"<h1>{escaped(scene.title)}</h1>{_figure(scene, caption)}")
+    return _page(scene.title, f"<h1>{escape(scene.title)}</h1>{_figure(scene, caption)}")
 
 
 # -- notebooks ---------------------------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ def notebook_html(value: Mask | Layout | Plan | ScanPlan) -> str:
         else:
             scene = mask_picture(value, title=repr(value), ask=False)
     except LongspanError as error:
-        return f"<pre>{escaped(repr(value))}</pre>" + paragraph_html(str(error))
+        return f"<pre>{escape(repr(value))}</pre>" + paragraph_html(str(error))
     drawn = f'<div style="max-width:{scene.width:.0f}px;overflow-x:auto">{scene.svg()}</div>'
     if not isinstance(value, Plan):
         return drawn
@@ -201,7 +198,7 @@ def report_html(
     chosen = next(reason for reason in plan.reasons if reason.chosen)
     received, peak, of_few = chosen.bytes_received, chosen.peak_bytes, ""
     if plan.layout.world_size <= MAX_RANKS:
-        received, peak = max(_received(plan)), max(_peaks(plan))
+        received, peak = max(_received_bytes(plan)), max(_peaks(plan))
     else:
         of_few = f" (ranks {', '.join(map(str, chosen.ranks))})"
     cards = (
@@ -213,7 +210,7 @@ def report_html(
         (f"{plan.imbalance:.3f}", "most pairs on a rank / mean"),
     )
     parts = [
-        f"<h1>{escaped(name)}</h1>",
+        f"<h1>{escape(name)}</h1>",
         paragraph_html(
             f"Attention over {count_text(plan.layout.seq_len)} tokens is split over {plan.layout.world_size} ranks by"
             f" {plan.scheme.name}: predicted {seconds_text(chosen.forward_seconds)} forward and"
@@ -222,7 +219,7 @@ def report_html(
             "lead",
         ),
         '<div class="cards">',
-        *(f'<div class="card"><b>{escaped(value)}</b><span>{escaped(label)}</span></div>' for value, label in cards),
+        *(f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in cards),
         "</div>",
         paragraph_html(
             f"Times are simulated on the machine {plan.machine.name}, for {plan.kernel_assumed}; nothing here was run"
@@ -241,18 +238,18 @@ def report_html(
         "<h2>Machine</h2>",
         *_machine(plan.machine, plan.machine_assumed),
         "<h2>Reproduce</h2>",
-        *(f"<pre>{escaped(lines)}</pre>" for lines in (command, python) if lines),
+        *(f"<pre>{escape(lines)}</pre>" for lines in (command, python) if lines),
         paragraph_html(
             "Plans are pure functions of their arguments: the same arguments give the fingerprint"
             f" {plan.fingerprint[:12]}… again."
         ),
-        f"<footer>{escaped(f'longspan {version}'.strip())}, plan {escaped(plan.fingerprint)}. Created without"
+        f"<footer>{escape(f'longspan {version}'.strip())}, plan {escape(plan.fingerprint)}. Created without"
         " network or scripts.</footer>",
     ]
     return _page(name, "\n".join(parts))
 
 
-def _received(plan: Plan) -> list[int]:
+def _received_bytes(plan: Plan) -> list[int]:
     return [sum(passes) for passes in zip(*(run.timeline.bytes_received for run in runs(plan)), strict=True)]
 
 
@@ -293,11 +290,11 @@ def _choice(plan: Plan, chosen: Reason, most_received: int) -> Iterator[str]:
         text = f"{len(plan.reasons)} schemes were compared. {chosen.scheme} has the least predicted time."
         if len(full) > 1 and chosen.seconds:
             ratio = full[1].seconds / chosen.seconds
-            longer = f"{three(ratio)} times as long" if ratio >= 1.995 else f"{100 * (ratio - 1):.1f}% longer"
+            longer = f"{three_digits(ratio)} times as long" if ratio >= 1.995 else f"{100 * (ratio - 1):.1f}% longer"
             text += f" The next, {full[1].scheme}, takes {longer}."
     gather = next((reason for reason in full if reason.scheme == "all_gather"), None)
     if plan.compared and gather and most_received and gather is not chosen:
-        times = three(gather.bytes_received / most_received)
+        times = three_digits(gather.bytes_received / most_received)
         text += f" An all-gather would make the busiest rank receive {times} times the bytes."
     yield paragraph_html(text)
 
@@ -364,7 +361,11 @@ def _numbers(plan: Plan) -> Iterator[str]:
         shown, which = {*busiest(plan.scheme)}, "the busiest"
         if both:
             which = "those with most pairs, most remote rows, most bytes, the highest peak, the last to finish"
-            columns: list[Sequence[float]] = [*(run.timeline.finished for run in both), _received(plan), _peaks(plan)]
+            columns: list[Sequence[float]] = [
+                *(run.timeline.finished for run in both),
+                _received_bytes(plan),
+                _peaks(plan),
+            ]
             shown |= {values.index(max(values)) for values in columns}
         ranks = sorted(shown)
         yield paragraph_html(f"Of {size} ranks, {which}, the first and the last.")

@@ -22,7 +22,7 @@ from longspan.viz.scene import (
     SMALL,
     WIDTH,
     Scene,
-    headed,
+    begin_scene,
     legend_row,
     picture,
 )
@@ -73,7 +73,7 @@ def scaling_picture(
     """Draw time, and bytes received, over the number of ranks, one line per scheme, on logarithmic axes."""
     if not points:
         raise PlanError("`points` must hold at least one point, but got none. Pass scaling_points a number of ranks.")
-    scene, top = headed(title, [remark], "Time and bytes of each scheme over the number of ranks.")
+    scene, top = begin_scene(title, [remark], "Time and bytes of each scheme over the number of ranks.")
     top += 26
     left = MARGIN + 62
     names = list(dict.fromkeys(point.scheme for point in points))
@@ -105,7 +105,7 @@ def bars_picture(
     """
     if not points:
         raise PlanError("`points` must hold at least one point, but got none. Pass one for each scheme.")
-    scene, top = headed(title, [remark], "Time, bytes and memory of each scheme, as bars.")
+    scene, top = begin_scene(title, [remark], "Time, bytes and memory of each scheme, as bars.")
     keys = [("Longspan", FORWARD, 1.0), ("PyTorch", FAR, 1.0)]
     top = legend_row(scene, MARGIN, top + 6, keys) + 6
     names = max(scene.text_width(point.scheme, SMALL) for point in points)

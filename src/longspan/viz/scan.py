@@ -24,7 +24,7 @@ from longspan.viz.scene import (
     WIDTH,
     Key,
     Scene,
-    headed,
+    begin_scene,
     legend_row,
     picture,
     rank_color,
@@ -71,7 +71,7 @@ def scan_picture(plan: ScanPlan, *, title: str | None = None) -> Scene:
         remarks.append(f"Drawn: {len(chains)} of {count_text(cut)} documents on several ranks, of the most segments.")
     if num_steps > _COLUMNS:
         remarks.append(f"The first {_COLUMNS} of {num_steps} steps are drawn.")
-    scene, top = headed(title or f"Scan: {plan.scheme}", remarks, _ABOUT)
+    scene, top = begin_scene(title or f"Scan: {plan.scheme}", remarks, _ABOUT)
 
     ranks = sorted({int(rank) for _, table in chains for rank in table[:, RANK]})
     ranks = ranks if len(ranks) <= 8 else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]

@@ -44,25 +44,18 @@ _RAMP = ("#6b4fb3", "#4f6cc0", "#3786b9", "#2a9a9d", "#35ad7b", "#66bd55", "#a3c
 """An ordered scale: its brightness rises steadily, so that it can be read without colours."""
 
 
-def ramp(share: float) -> str:
-    """Return a colour of the ordered scale, from 0 to 1.
-
-    >>> ramp(0.0), ramp(1.0)
-    ('#6b4fb3', '#a3c93c')
-    """
-    at = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
-    low = min(int(at), len(_RAMP) - 2)
-    a, b = ([int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in _RAMP[low : low + 2])
-    return "#" + "".join(f"{round(x + (y - x) * (at - low)):02x}" for x, y in zip(a, b, strict=True))
-
-
 def rank_color(rank: int, world_size: int) -> str:
     """Return a rank's colour: a distinct one up to 8 ranks, a place on the ordered scale for more.
 
-    >>> rank_color(0, 4) != rank_color(3, 4)
-    True
+    >>> rank_color(0, 4) != rank_color(3, 4), rank_color(0, 64), rank_color(63, 64)
+    (True, '#6b4fb3', '#a3c93c')
     """
-    return SERIES[rank] if world_size <= len(SERIES) else ramp(rank / (world_size - 1))
+    if world_size <= len(SERIES):
+        return SERIES[rank]
+    place, after = divmod(rank * (len(_RAMP) - 1), world_size - 1)
+    ends = [_RAMP[place], _RAMP[min(place + 1, len(_RAMP) - 1)]]
+    a, b = ([int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in ends)
+    return "#" + "".join(f"{round(x + (y - x) * after / (world_size - 1)):02x}" for x, y in zip(a, b, strict=True))
 
 
 # -- the figure --------------------------------------------------------------------------------------------------------
@@ -223,14 +216,14 @@ class Scene:
         body = file.getvalue().partition("</defs>")[2]  # after matplotlib's own style, which is for whole pages
         body = re.sub(r"\s*font-family: [^;\"]*;", "", body)
         body = re.sub(r' transform="rotate\(-0 [^"]*"|(?<=<g) id="(?!note)[^"]*"', "", body)
-        body = re.sub(r'<g id="note(\d+)">', lambda n: f"<g><title>{escaped(self.notes[int(n[1])])}</title>", body)
+        body = re.sub(r'<g id="note(\d+)">', lambda n: f"<g><title>{escape(self.notes[int(n[1])])}</title>", body)
         body = re.sub(r"\s*\n\s*+(?!<)", " ", body)  # path data in one line
         body = re.sub(r"\n\s*", "\n", body)
         size = f"{self.width:g}", f"{self.height:g}"
         return (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-            f' viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" font-family="{escaped(FONT)}"'
-            f' class="ls-scene" role="img">\n<title>{escaped(self.title)}</title><desc>{escaped(self.about)}</desc>\n'
+            f' viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" font-family="{escape(FONT)}"'
+            f' class="ls-scene" role="img">\n<title>{escape(self.title)}</title><desc>{escape(self.about)}</desc>\n'
             f"<style>{_CSS}</style>{body}"
         )
 
@@ -259,10 +252,10 @@ def printable(text: str) -> str:
     return _NOT_XML.sub("\ufffd", text).replace("\n", " ")
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escape text for XML and HTML, in elements and in quoted attributes.
 
-    >>> escaped('</script><b title="1">\\x1b')
+    >>> escape('</script><b title="1">\\x1b')
     '&lt;/script&gt;&lt;b title=&quot;1&quot;&gt;\\ufffd'
     """
     return html.escape(_NOT_XML.sub("\ufffd", text), quote=True)
@@ -271,7 +264,7 @@ def escaped(text: str) -> str:
 # -- parts of pictures -------------------------------------------------------------------------------------------------
 
 
-def wrapped(scene: Scene, text: str, width: float, size: float) -> list[str]:
+def wrap(scene: Scene, text: str, width: float, size: float) -> list[str]:
     """Return the text in lines that are at most `width` wide; words that are wider are cut."""
     lines = [""]
     for word in printable(text).split():
@@ -285,15 +278,15 @@ def wrapped(scene: Scene, text: str, width: float, size: float) -> list[str]:
     return [line for line in lines if line]
 
 
-def headed(title: str, remarks: Iterable[str], about: str) -> tuple[Scene, float]:
+def begin_scene(title: str, remarks: Iterable[str], about: str) -> tuple[Scene, float]:
     """Return a scene with its title and remarks written, and the height at which the picture begins."""
     scene = Scene(WIDTH, 100, title, about)
     room = WIDTH - 2 * MARGIN
-    lines = wrapped(scene, title, room * 0.92, 16)  # bold is wider
+    lines = wrap(scene, title, room * 0.92, 16)  # bold is wider
     scene.text(MARGIN, 28, lines[0] + "…" * (len(lines) > 1) if lines else "", 16, bold=True)
     y = 48.0
     for remark in remarks:
-        for line in wrapped(scene, remark, room, NORMAL)[:3]:
+        for line in wrap(scene, remark, room, NORMAL)[:3]:
             scene.text(MARGIN, y, line, color=MUTED)
             y += 17
     return scene, y + 6

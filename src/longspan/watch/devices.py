@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -37,12 +37,6 @@ _log = logging.getLogger("longspan")
 # -- Works in flight ---------------------------------------------------------------------------------------------------
 
 
-class PolledWork(Protocol):
-    """A work that is polled."""
-
-    def is_completed(self) -> bool: ...
-
-
 @dataclass(eq=False, slots=True)
 class WorkBatch:
     """Messages with some ranks that were started together."""
@@ -52,7 +46,7 @@ class WorkBatch:
     peers: tuple[int, ...]
     timeout: float
     """Seconds to wait for a rank that is alive but does not enter the call."""
-    works: Sequence[PolledWork] | None = None
+    works: Sequence[Any] | None = None
     """None until the host has started them all: a group's first operation waits for all ranks."""
     is_done: bool = False
 
@@ -156,11 +150,7 @@ class DevicePoller:
             if self.detector.wait is not None and self.detector.wait.pending:
                 self.detector.wait = None
             return self.detector.detect_divergence()
-        return None if now - self._since < BEAT else self._check_ranks(now)
-
-    def _check_ranks(self, now: float) -> Verdict | None:
-        oldest = self.queue.oldest
-        if oldest is None:
+        if now - self._since < BEAT:
             return None
         self.detector.begin_device_wait(now, oldest.status, self.queue.pending(), oldest.timeout)
         verdict = self.detector.check(now, self.detector.rank, self._num_done)

@@ -1,4 +1,4 @@
-"""Watch: publish where this rank is, and find out why another rank does not arrive.
+"""Watch: publish heartbeats and where this rank is, and find out why another rank does not arrive.
 
 Ranks of one host are inspected directly, those of other hosts through a watcher process next to each rank. A rank
 publishes its status and its errors in the job's store, in records of fixed layout. The first rank that detects a fault
@@ -24,7 +24,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -351,13 +351,8 @@ CLOSING_TAG = 0x7FFFFFF0
 """A tag that no message has."""
 
 
-class WaitedWork(Protocol):
-    """A work that is waited for."""
-
-    def wait(self) -> object: ...
-
-
-Works = Sequence[tuple[int, WaitedWork]]
+Works = Sequence[tuple[int, Any]]
+"""Works that are waited for, each with a peer."""
 
 
 class Waiter:
@@ -409,18 +404,10 @@ class Waiter:
         self._abandoned = None
 
     def _run(self) -> None:
-        while self._run_once():
-            pass
-
-    def _run_once(self) -> bool:
-        """Wait for one list; no work is referenced when the answer is sent."""
-        works = self._requests.get()
-        if works is None:
-            return False
-        error = self._wait_all(works)
-        del works
-        self._answers.put(error)
-        return True
+        while (works := self._requests.get()) is not None:
+            answer = self._wait_all(works)
+            del works  # no work is referenced when the answer is sent
+            self._answers.put(answer)
 
     def _wait_all(self, works: Works) -> str | None:
         for peer, work in works:

@@ -59,7 +59,7 @@ class StoreClient:
 
     def set_raw(self, key: bytes, value: bytes) -> None:
         """Set a full key, without adding the prefix."""
-        self._request(_SET, _sized(key) + _sized(value))
+        self._request(_SET, _with_size(key) + _with_size(value))
 
     def full_key(self, key: str) -> bytes:
         return f"/{self.prefix}/{key}".encode()
@@ -75,7 +75,7 @@ class StoreClient:
 
     def claim(self, key: str, value: bytes) -> bytes:
         """Set the value if there is none; return the value that is there then."""
-        return self._request_value(_COMPARE_SET, self._key(key) + _sized(b"") + _sized(value))
+        return self._request_value(_COMPARE_SET, self._key(key) + _with_size(b"") + _with_size(value))
 
     def wait(self, key: str) -> None:
         """Return when the key has a value."""
@@ -111,7 +111,7 @@ class StoreClient:
         return connection
 
     def _key(self, key: str) -> bytes:
-        return _sized(self.full_key(key))
+        return _with_size(self.full_key(key))
 
     def _request(self, kind: int, body: bytes, size: int = 0) -> bytes:
         """Return an answer of this many bytes. A broken connection is reopened once: a store that is alive answers
@@ -150,5 +150,5 @@ class StoreClient:
         return answer
 
 
-def _sized(raw: bytes) -> bytes:
+def _with_size(raw: bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw

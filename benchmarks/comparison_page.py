@@ -1,6 +1,6 @@
-"""Generate docs/comparison.md from benchmarks/beside.toml.
+"""Generate docs/comparison.md from benchmarks/comparison.toml.
 
-python -m benchmarks.beside_page > docs/comparison.md
+python -m benchmarks.comparison_page > docs/comparison.md
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-FACTS = Path(__file__).with_name("beside.toml")
+FACTS = Path(__file__).with_name("comparison.toml")
 MARKS = {
     "Y": "yes",
     "~": "partly",
@@ -21,7 +21,7 @@ MARKS = {
     "-": "does not apply",
 }
 RUNS = "results-of-the-runs"
-"""The section of the page with results of `benchmarks.beside`."""
+"""The section of the page with results of `benchmarks.comparison`."""
 
 
 def facts() -> dict[str, Any]:
@@ -70,7 +70,7 @@ def named(source: str, repositories: dict[str, str]) -> str:
     if source.startswith("https://"):
         name = "/".join(part for part in where.split("/")[2:5] if part)
         return f"[{name}]({where})"
-    runner = f"`python -m benchmarks.beside --only {rest}`"
+    runner = f"`python -m benchmarks.comparison --only {rest}`"
     names = {"wheel": rest.replace("/", " "), "page": rest.removesuffix(".md"), "run": runner}
     return f"[{names.get(kind, source)}]({where})"
 
@@ -165,7 +165,7 @@ def releases(data: dict[str, Any]) -> str:
 
 def runs(data: dict[str, Any]) -> str:
     """Return the table of probe results."""
-    from benchmarks.beside_probes import PROBES
+    from benchmarks.comparison_probes import PROBES
 
     lines = ["| probe | system | request | result |", "|---|---|---|---|"]
     for name, (kind, text) in recorded().items():

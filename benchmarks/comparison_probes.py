@@ -1,5 +1,5 @@
-"""Probes of `benchmarks.beside`. Every probe returns an error relative to the largest reference value, or a text, or
-raises the library's exception."""
+"""Probes of `benchmarks.comparison`. Every probe returns an error relative to the largest reference value, or a
+text, or raises the library's exception."""
 
 from __future__ import annotations
 

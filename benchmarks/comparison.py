@@ -1,7 +1,7 @@
 """Run probes of other libraries on CPUs: refused, right, or wrong by how much.
 
-    python -m benchmarks.beside                 # installed libraries; others are listed as missing; minutes
-    python -m benchmarks.beside --only flex     # probes with this prefix
+    python -m benchmarks.comparison                 # installed libraries; others are listed as missing; minutes
+    python -m benchmarks.comparison --only flex     # probes with this prefix
 
 docs/comparison.md has the results of one run, and the commands to install the other libraries. Errors are the largest
 difference from one device, of outputs (or of logits and gradients of tiny models), relative to the largest reference
@@ -19,8 +19,8 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-from benchmarks.beside_page import recorded
-from benchmarks.beside_probes import PROBES
+from benchmarks.comparison_page import recorded
+from benchmarks.comparison_probes import PROBES
 from benchmarks.ranks import Ranks
 
 LIMIT, TIMEOUT = 1e-4, 300.0
@@ -86,7 +86,7 @@ def versions() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.comparison")
     parser.add_argument("--only", default="", help="run only probes with this prefix")
     only = parser.parse_args(arguments).only
     page, changed = recorded(), 0

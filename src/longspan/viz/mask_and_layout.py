@@ -1,6 +1,6 @@
-"""Pictures of masks: the allowed pairs in every tile of a grid, counted in closed form.
+"""Pictures of masks and layouts: the allowed pairs in every tile of a grid, and which rank holds which tokens.
 
-The cost depends on the number of bands and tiles, not on the sequence length.
+Pairs are counted in closed form: the cost depends on the number of bands and tiles, not on the sequence length.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import numpy as np
 
 from longspan.formatting import count_text
 from longspan.layouts import Layout
-from longspan.masks import Mask, Plane
+from longspan.masks import Mask
 from longspan.masks import bands as bd
+from longspan.masks.tiles import tile_pairs
 from longspan.spans import Ints, by_position, join, run_table
 from longspan.viz.scene import (
     FORWARD,
@@ -18,58 +19,22 @@ from longspan.viz.scene import (
     MARGIN,
     MIXED,
     MUTED,
+    PAPER,
     SMALL,
+    WIDTH,
     Scene,
-    headed,
+    begin_scene,
     legend_key,
     picture,
     rank_color,
     rank_legend,
+    shown_ranks,
     token_ticks,
-    wrapped,
+    wrap,
 )
 
 MAX_CALLED = 2048
 """Longest sequence for which a mask's function is called, on every pair. Pairs of longer ones are shown as open."""
-
-
-def tile_pairs(bands: Ints, q_edges: Ints, kv_edges: Ints) -> Ints:
-    """Return how many pairs the bands allow in every tile between neighbouring edges.
-
-    >>> from longspan import masks
-    >>> tile_pairs(masks.causal(4).plane().sure, np.array([0, 2, 4]), np.array([0, 2, 4])).tolist()
-    [[3, 0], [4, 3]]
-    """
-    counts = np.zeros((len(q_edges) - 1, len(kv_edges) - 1), dtype=np.int64)
-    pieces, _, row = _cut(bands, bd.Q0, bd.Q1, q_edges)
-    tight = pieces.copy()
-    tight[:, bd.K0] = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
-    tight[:, bd.K1] = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
-    keep = tight[:, bd.K1] > tight[:, bd.K0]
-    cut, origin, column = _cut(tight[keep], bd.K0, bd.K1, kv_edges)
-    np.add.at(counts, (row[keep][origin], column), bd.area(cut))
-    return counts
-
-
-def _cut(bands: Ints, start: int, stop: int, edges: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut bands at edges along one side; return the parts, and for each its band and its interval."""
-    i, j = join(bands[:, start : stop + 1], np.stack((edges[:-1], edges[1:]), axis=1))
-    parts = bands[i].copy()
-    parts[:, start] = np.maximum(parts[:, start], edges[j])
-    parts[:, stop] = np.minimum(parts[:, stop], edges[j + 1])
-    return parts, i, j
-
-
-def shares(plane: Plane, seq_len: int, q_edges: Ints, kv_edges: Ints, ask: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the allowed share of pairs of each tile, and whether a function that was not called may allow more."""
-    sizes = np.diff(q_edges)[:, None] * np.diff(kv_edges).astype(np.float64)
-    if plane.predicate is not None and ask and seq_len <= MAX_CALLED:
-        at = np.arange(seq_len, dtype=np.int64)
-        allowed = plane.allows(at[:, None], at[None, :]).astype(np.int64)
-        counts = np.add.reduceat(np.add.reduceat(allowed, q_edges[:-1], axis=0), kv_edges[:-1], axis=1)
-        return counts / sizes, np.zeros(counts.shape, dtype=np.bool_)
-    sure = tile_pairs(plane.sure, q_edges, kv_edges)
-    return sure / sizes, tile_pairs(plane.maybe, q_edges, kv_edges) > 0
 
 
 def even_edges(seq_len: int, num: int) -> Ints:
@@ -152,7 +117,6 @@ def stretches(mask: Mask, seq_len: int) -> Ints:
 SIDE = 520.0
 TILES = 104
 _LEVELS = 5
-_ABOUT = "Queries go down, keys go right; a tile is the darker the more of its pairs are allowed."
 
 
 @picture
@@ -185,13 +149,20 @@ def mask_picture(
     mask = mask.resized(length)
     edges = document_edges(mask, even_edges(length, TILES))
     q_edges = edges if layout is None else owner_edges(layout, edges)
-    share, is_open = shares(mask.plane(row, head), length, q_edges, edges, ask)
+    plane = mask.plane(row, head)
+    calls = plane.predicate is not None and ask and length <= MAX_CALLED
+    share = tile_pairs(plane if calls else plane.sure, q_edges, edges) / (np.diff(q_edges)[:, None] * np.diff(edges))
+    is_open = np.zeros(share.shape, dtype=np.bool_) if calls else tile_pairs(plane.maybe, q_edges, edges) > 0
     allowed = float(np.diff(q_edges) @ share @ np.diff(edges)) / max(length, 1) ** 2
     remark = f"{count_text(length)} tokens, {100 * allowed:.3g}% of all pairs allowed"
     remark += ", and more where its function allows them" if is_open.any() else ""
     remark += f", batch row {row} of {mask.num_rows}" if mask.num_rows > 1 else ""
     remark += f", head {head} of {mask.num_heads}" if mask.num_heads > 1 else ""
-    scene, top = headed(title or f"Mask: {mask_name(mask)}", [remark], _ABOUT)
+    scene, top = begin_scene(
+        title or f"Mask: {mask_name(mask)}",
+        [remark],
+        "Queries go down, keys go right; a tile is the darker the more of its pairs are allowed.",
+    )
 
     left, top, end = MARGIN + 92, top + 4, max(length, 1)
     axes = scene.axes(left, top, SIDE, SIDE, xlim=(0, end), ylim=(end, 0))
@@ -251,7 +222,7 @@ def _legend(
             legend_key(scene, x, y, "several ranks", MIXED)
             y += 18
         imbalance = float(work.max(initial=0.0)) / (float(work.mean()) or 1.0)
-        for line in wrapped(scene, f"most pairs in a rank's rows / mean: {imbalance:.3f}", 190, SMALL):
+        for line in wrap(scene, f"most pairs in a rank's rows / mean: {imbalance:.3f}", 190, SMALL):
             scene.text(x, y + 2, line, SMALL, MUTED)
             y += 16
         y += 16
@@ -261,3 +232,76 @@ def _legend(
         y += 18
         legend_key(scene, x, y, text, color, _opacity(level))
     legend_key(scene, x, y + 18, "none", LANE)
+
+
+_BINS = 620
+_LANES = 64
+
+
+@picture
+def layout_picture(layout: Layout, mask: Mask | None = None, *, title: str | None = None) -> Scene:
+    """Draw which rank holds which tokens. With a mask, documents (parts that do not see each other) are marked."""
+    size, length = layout.world_size, layout.seq_len
+    ranks = shown_ranks(size, _LANES)
+    documents = [] if mask is None else stretches(mask.resized(length), length).tolist()
+    remark = f"{count_text(length)} tokens on {size} ranks in {count_text(len(layout.table))} spans"
+    if layout.local_len is not None:
+        padding = sum(layout.num_padding(rank) for rank in range(size))
+        remark += f", {count_text(layout.local_len)} slots each ({count_text(padding)} of padding)"
+    if len(documents) > 1:
+        remark += f"; {count_text(len(documents))} documents, which do not see each other"
+    remarks = [remark]
+    if len(ranks) < size:
+        remarks.append(f"{len(ranks)} of {size} ranks are drawn, evenly spread.")
+    scene, top = begin_scene(
+        title or f"Layout: {layout.name}",
+        remarks,
+        "One strip per rank, filled where the rank holds tokens of the sequence.",
+    )
+
+    left, right, end = MARGIN + 72, WIDTH - MARGIN - 98, max(length, 1)
+    pixel = end / (right - left)
+    top += 10
+    if len(documents) > 1:
+        scene.text(left - 8, top + 11, "documents", SMALL, MUTED, "right")
+        axes = scene.axes(left, top, right - left, 14, xlim=(0, end), has_frame=False)
+        scene.box(axes, 0, 0, end, 1, LANE)
+        for number, (start, stop) in enumerate(documents):
+            if stop - start >= 0.7 * pixel:
+                note = f"document {number}: {start:,} to {stop:,}, {stop - start:,} tokens"
+                scene.box(axes, start, 0, stop - start, 1, MIXED, 0.85 if number % 2 else 0.5, note)
+        top += 26
+
+    lane = 22.0 if len(ranks) <= 8 else 14.0 if len(ranks) <= 16 else 11.0 if len(ranks) <= 32 else 8.5
+    labels = range(0, len(ranks), 1 if lane > 10 else 4)
+    axes = scene.axes(left, top, right - left, lane * len(ranks), xlim=(0, end), ylim=(len(ranks), 0))
+    axes.patch.set_facecolor(PAPER)
+    axes.set_xticks(*token_ticks(length))
+    axes.set_yticks([order + 0.5 for order in labels], [f"rank {ranks[order]}" for order in labels])
+    axes.tick_params(axis="y", length=0, pad=8)
+    axes.set_xlabel("position in the sequence (tokens)")
+    scene.text(right + 10, top - 8, "tokens", SMALL, MUTED)
+    for order in labels:
+        tokens = count_text(int(layout.num_tokens[ranks[order]]))
+        scene.text(right + 10, top + lane * (order + 0.5) + 4, tokens, SMALL, MUTED)
+
+    gap, edges = 1 / lane, even_edges(length, _BINS)
+    for order, rank in enumerate(ranks):
+        scene.box(axes, 0, order + gap, end, 1 - 2 * gap, LANE)
+        color, spans = rank_color(rank, size), layout.span_table(rank)
+        if len(spans) <= 400:
+            for start, stop in spans.tolist():
+                note = f"rank {rank}: {start:,} to {stop:,}"
+                scene.box(axes, start, order + gap, max(stop - start, pixel), 1 - 2 * gap, color, note=note)
+        else:  # spans too narrow to be seen: the share of each bin that they fill
+            i, j = join(spans, np.stack((edges[:-1], edges[1:]), axis=1))
+            held = np.minimum(spans[i, 1], edges[j + 1]) - np.maximum(spans[i, 0], edges[j])
+            share = np.bincount(j, weights=held.astype(np.float64), minlength=len(edges) - 1) / np.diff(edges)
+            level = np.ceil(share * 4 - 1e-9).astype(np.int64)
+            filled = [(start, stop) for start, stop in equal_runs(level) if level[start]]
+            boxes = [(edges[a], order + gap, edges[b] - edges[a], 1 - 2 * gap) for a, b in filled]
+            scene.boxes(axes, boxes, [(color, 0.2 + 0.2 * int(level[a])) for a, _ in filled])
+    if 1 < len(documents) <= 48:
+        axes.vlines([start for start, _ in documents[1:]], 0, len(ranks), color=PAPER, linewidth=1.2)
+    scene.height = top + lane * len(ranks) + 52
+    return scene
