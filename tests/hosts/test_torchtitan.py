@@ -97,7 +97,9 @@ def _wait(processes, folder):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed or time.monotonic() > end:
             rank = failed[0] if failed else 0
-            raise AssertionError(f"rank {rank} (of {failed}):\n{Path(folder, f'log{rank}').read_text()[-3000:]}")
+            text = Path(folder, f"log{rank}").read_text()
+            crash = text.find("Fatal Python error")  # its first lines name the place, the last ones list modules
+            raise AssertionError(f"rank {rank} (of {failed}):\n{text[crash:][:5000] if crash >= 0 else text[-3000:]}")
         time.sleep(0.1)
     assert not any(process.poll() for process in processes), Path(folder, "log0").read_text()[-3000:]
 

@@ -256,12 +256,12 @@ MUTANTS = {
         "units = [(end - 1, end, ranks[end - 1])",
     ),
     "backward's steps are not turned round": (
-        scan_plan, "transposed",
+        scan_plan, "transpose_steps",
         "for number in reversed(range(count))",
         "for number in range(count)",
     ),
     "backward's folds are not turned round": (
-        scan_plan, "transposed",
+        scan_plan, "transpose_steps",
         "steps[number].computes[::-1]",
         "steps[number].computes",
     ),
