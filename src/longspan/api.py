@@ -17,6 +17,7 @@ from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, build_conv_plan
 from longspan.planning.machine import Machine, assumed_machine, machine_named
 from longspan.planning.plan import Plan, PlanRequest, build_plan
+from longspan.planning.planners import check_limit
 from longspan.planning.problem import MAX_CHUNKS
 from longspan.planning.steps import ITEMSIZE, MAX_SIZE, Sizes, dtype_name
 from longspan.spans import check_int, truncated_repr
@@ -340,7 +341,8 @@ def plan(
         group: the ranks that will run the plan, to find their devices and how many share a host if they use NCCL. All
             of them must make this call, since they exchange this once.
         keep: keep remote K/V for backward instead of fetching them again.
-        fetch_bytes: limit of the remote K/V that an exchange holds at once.
+        fetch_bytes: limit of the remote K/V that "exchange" or "staged", also within a hybrid, holds at once. Other
+            schemes refuse it, but "auto" may choose one of them.
         chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
             and the thread count are the same and no layout boundary falls inside one of the n equal chunks.
 
@@ -386,6 +388,7 @@ def plan(
             machine_named(machine) if isinstance(machine, str) else machine or assumed_machine(functions=functions)
         )
         named = scheme.replace(" ", "")
+        check_limit(named, fetch_bytes)
         if chunks is not None:
             chunks = check_int(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
             if fetch_bytes is not None:

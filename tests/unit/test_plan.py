@@ -103,11 +103,28 @@ def test_several_masks_share_one_layout():
         ({"kv_heads": 3}, "leaves 2 over"),
         ({"head_dim": 0}, "at least 1"),
         ({"fetch_bytes": 100}, "fetch_bytes must be at least"),
+        ({"fetch_bytes": 1 << 20, "scheme": "ring"}, "fetch_bytes must be None with scheme 'ring'"),
     ],
 )
 def test_refusals(change, words):
     with pytest.raises(ls.LongspanError, match=words):
         ls.plan(MASK, LAYOUT, **{**SHAPE, **change}).reasons  # noqa: B018
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "staged", "hybrid(2,exchange)", "auto"])
+def test_schemes_with_stages_take_a_limit_of_remote_keys(scheme):
+    ls.plan(MASK, LAYOUT, **SHAPE, fetch_bytes=1 << 20, scheme=scheme)
+
+
+def test_work_of_more_pairs_than_63_bits_is_counted():
+    heads, seq_len, ranks = 512, 1 << 31, 8
+    plan = ls.plan(
+        ls.masks.full(seq_len), ls.layouts.zigzag(seq_len, ranks), q_heads=heads, kv_heads=heads, head_dim=8,
+        dtype="bfloat16", scheme="exchange",
+    )  # fmt: skip
+    assert plan.scheme.work.tolist() == [heads * (seq_len // ranks) * float(seq_len)] * ranks
+    with pytest.raises(ls.PlanError, match="at most 3,000,000,000 tokens, but got 4,000,000,000"):
+        ls.plan(ls.masks.causal(), ls.layouts.contiguous(4_000_000_000, 8), **SHAPE)
 
 
 def test_wrong_kinds_of_arguments_are_named():

@@ -18,6 +18,7 @@ from longspan.errors import PlanError
 from longspan.formatting import bytes_text, format_count, seconds_text
 from longspan.planning.kernel_memory import about_kernel
 from longspan.planning.machine import GPU_MEMORY, Machine, machines_of_gpu
+from longspan.planning.planners import can_limit
 from longspan.sizing import RESERVE, Recipe
 from longspan.sizing.recommend import Configuration, Recommendation, Request, divisors, recommend
 
@@ -25,7 +26,7 @@ from longspan.sizing.recommend import Configuration, Recommendation, Request, di
 def run(args: argparse.Namespace) -> int:
     with progress(args, "searching"):
         name, sizes, notes = plan_model.read_model(args)
-        workload = Workload.of(args, max((heads.q_heads for heads in sizes.attentions), default=1))
+        workload = Workload.of(args)
         machines, memory = _machines(args, workload)
         recipe = Recipe(logits=args.logits, dtype=workload.tensors["dtype"], state=args.state, lora=args.lora)
         request = Request(
@@ -238,7 +239,7 @@ def _loop_lines(one: Configuration, request: Request) -> Iterator[str]:
         mask = "mask" if heads.window is None else f"mask & ls.masks.sliding_window({heads.window})"
         name = "plan" if len(one.schemes) == 1 else f"plan_{number}"
         batch = f", batch={request.batch}" if request.batch > 1 else ""
-        batch += f", fetch_bytes={one.fetch_bytes}" if one.fetch_bytes is not None else ""
+        batch += f", fetch_bytes={one.fetch_bytes}" if one.fetch_bytes is not None and can_limit(scheme) else ""
         yield f'{name} = ls.plan({mask}, layout, scheme="{scheme}", dtype="{recipe.dtype}",'
         yield f"{' ' * len(name)}           {sizes}{batch})"
 

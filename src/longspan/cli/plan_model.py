@@ -374,7 +374,7 @@ def plan_step(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | N
     """Plan the step that the arguments describe; return also whether it fits, if they state the memory."""
     with progress(args, "planning every kind of layer"):
         name, sizes, notes = read_model(args)
-        workload = Workload.of(args, max((heads.q_heads for heads in sizes.attentions), default=1))
+        workload = Workload.of(args)
         dtype = workload.tensors["dtype"]
         recipe = Recipe(
             not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, dtype, args.state,

@@ -23,6 +23,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.planning.machine import MACHINES, MAX_TEXT, Machine, assumed_machine, parse_machine
 from longspan.planning.plan import Plan
+from longspan.planning.planners import can_limit, check_limit
 from longspan.planning.steps import ITEMSIZE
 from longspan.spans import Ints
 
@@ -33,8 +34,6 @@ LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_w
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
 MAX_RANKS = 1 << 16
-LIMITED = ("exchange", "staged")
-"""Planners whose remote K/V --fetch-bytes limits."""
 WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
@@ -152,16 +151,11 @@ class Workload:
     _layouts: dict[tuple[str, int], Layout] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(args: argparse.Namespace, q_heads: int | None = None) -> Workload:
-        """Build the workload from the arguments of `add_arguments`; `q_heads` is the most that a model has."""
+    def of(args: argparse.Namespace) -> Workload:
+        """Build the workload from the arguments of `add_arguments`."""
         docs, lengths = _parse_docs(args)
         seq_len, scheme = int(lengths.sum()), getattr(args, "scheme", "auto")
-        check_num_pairs(lengths, docs, args.batch * (args.q_heads if q_heads is None else q_heads))
-        if args.fetch_bytes is not None and scheme != "auto" and not any(name in scheme for name in LIMITED):
-            raise PlanError(
-                f"--fetch-bytes needs a scheme with {' or '.join(LIMITED)}, whose remote K/V it limits, but got"
-                f" --scheme {scheme:.40}. Leave one of them out."
-            )
+        check_limit(scheme.replace(" ", ""), args.fetch_bytes)
         if docs == "full":
             check_window(args)
             mask = masks.full(seq_len)
@@ -198,10 +192,11 @@ class Workload:
 
     def plan(self, ranks: int, scheme: str | None = None, layout: str | None = None) -> Plan:
         """Plan for this number of ranks, with these names or those of the workload."""
+        name = self.scheme if scheme is None else scheme
         return plan(
-            self.mask, self.layout(ranks, layout), scheme=self.scheme if scheme is None else scheme,
-            machine=self.machine if self.is_machine_named else None, keep=self.keep, fetch_bytes=self.fetch_bytes,
-            **self.tensors,
+            self.mask, self.layout(ranks, layout), scheme=name, keep=self.keep, **self.tensors,
+            machine=self.machine if self.is_machine_named else None,
+            fetch_bytes=self.fetch_bytes if name == "auto" or can_limit(name) else None,
         )  # fmt: skip
 
     def about_docs(self) -> str:
@@ -247,16 +242,6 @@ def machine_of(text: str) -> Machine:
         raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from error
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-
-
-def check_num_pairs(lengths: Ints, docs: str, heads: int) -> None:
-    """Refuse workloads whose pairs of queries and keys, over heads of all batch rows, do not fit into 63 bits."""
-    pairs = (n * n if docs == "full" else n * (n + 1) // 2 for n in lengths.tolist())
-    if heads * sum(pairs) >= 1 << 63:
-        raise MaskError(
-            f"documents must have fewer than 2**63 pairs of tokens over {heads} heads, but got one of"
-            f" {lengths.max():,} tokens. Use shorter documents."
-        )
 
 
 def check_window(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout
@@ -570,7 +571,7 @@ class Scheme:
         return hybrid(self.slices, rank, self.inner)
 
     @cached_property
-    def work(self) -> Ints:
+    def work(self) -> NDArray[np.float64]:
         """Allowed pairs that each rank computes, all heads and batch rows together."""
         if self.heads == 1:
             return self.problem.work
@@ -617,6 +618,24 @@ def scheme_name(text: str) -> str:
             )
         return f"hybrid({match[1]},ring)"
     return name
+
+
+def can_limit(name: str) -> bool:
+    """Return whether the scheme of this name can fetch remote K/V in stages, to hold fewer at once.
+
+    >>> can_limit("hybrid(4,exchange)"), can_limit("ring")
+    (True, False)
+    """
+    return any(planner in name for planner in ("exchange", "staged"))
+
+
+def check_limit(name: str, fetch_bytes: int | None) -> None:
+    """Refuse a limit of remote K/V for a scheme that cannot keep it."""
+    if fetch_bytes is not None and name != "auto" and not can_limit(name):
+        raise PlanError(
+            f"fetch_bytes must be None with scheme {name!r}, which does not fetch remote K/V in stages, but got"
+            f" {fetch_bytes}. Leave fetch_bytes out, or use 'exchange', 'staged', a hybrid with one of them, or 'auto'."
+        )
 
 
 def scheme(name: str, problem: Problem) -> Scheme:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout
@@ -33,6 +34,8 @@ X = TypeVar("X")
 
 MAX_CHUNKS = 1 << 10
 """Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens."""
+MAX_TOKENS = 3_000_000_000
+"""The pairs of tokens of a mask are counted in 63 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +159,10 @@ class Problem:
         chunks: int | None = None,
     ) -> Problem:
         """Return the problem of a mask over a layout; every rank computes the query rows it holds."""
+        if layout.seq_len > MAX_TOKENS:
+            raise PlanError(
+                f"layout must have at most {MAX_TOKENS:,} tokens, but got {layout.seq_len:,}. Split the batch."
+            )
         mask = mask.resized(layout.seq_len)
         for noun, number, expected in (
             ("heads", mask.num_heads, sizes.q_heads),
@@ -268,14 +275,14 @@ class Problem:
         return tuple(tables)
 
     @cached_property
-    def work(self) -> Ints:
+    def work(self) -> NDArray[np.float64]:
         """Allowed pairs that each rank computes, all heads and batch rows together (opaque masks: at most)."""
-        pairs = np.zeros(self.layout.world_size, dtype=np.int64)
+        pairs = np.zeros(self.layout.world_size)  # with heads and rows, they may be more than int64 counts
         for lane in self.lanes:
             rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
                 pieces, rank = self.rank_pieces(part)
-                np.add.at(pairs, rank, bd.area(pieces) * (len(part.q_heads) * rows))
+                np.add.at(pairs, rank, bd.area(pieces) * float(len(part.q_heads) * rows))
         return pairs
 
     def held_rows(self, rank: int) -> Ints:

@@ -168,7 +168,9 @@ class Request:
             self.part.attentions,
         )
         own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in attentions), default=0)
-        schemes = [(scheme, self.fetch_bytes) for scheme in (SCHEMES if self.scheme is None else (self.scheme,))]
+        schemes = [(self.scheme, self.fetch_bytes)]
+        if self.scheme is None:
+            schemes = [(scheme, self.fetch_bytes if scheme == "auto" else None) for scheme in SCHEMES]
         has_all = 1 < ranks == self.sequence_ranks <= MAX_LIMITED_RANKS
         if self.scheme is None and self.fetch_bytes is None and own and has_all:
             schemes.append(("exchange", tokens * own * itemsize))
@@ -188,7 +190,7 @@ class Request:
                 names = (*(one.scheme.name for one in plans.values()), *("in stages",) * (stages > 1))
                 if names not in seen:
                     seen.add(names)
-                    yield Planned(self, layout, machine, plans, limit if stages > 1 else self.fetch_bytes)
+                    yield Planned(self, layout, machine, plans, limit if stages > 1 or self.fetch_bytes else None)
 
 
 @dataclass(frozen=True)
