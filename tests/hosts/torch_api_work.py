@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -221,6 +222,12 @@ def inherited():
         with api.context_parallel(mesh, buffers=[other], buffer_seq_dims=[2]):
             out = F.scaled_dot_product_attention(other, k, v)
             errors.append(errors_of(mesh, None, [tensors[3], *tensors[1:]], documents, [out]))
+            for already in (q, other):
+                with (
+                    pytest.raises(ls.PlanError, match="buffers must be whole tensors"),
+                    api.context_parallel(mesh, buffers=[already], buffer_seq_dims=[2]),
+                ):
+                    pass
         with api.context_parallel(mesh, mask=window):
             out = F.scaled_dot_product_attention(q, k, v)
             errors.append(errors_of(mesh, None, tensors, window, [out]))

@@ -64,6 +64,7 @@ from longspan.torch_api.routes import (
     gather_ints,
     rotation,
     route_for,
+    routes,
     shard_block_mask,
 )
 
@@ -128,6 +129,13 @@ def context_parallel(
     if tensors and length is not None and length < 2 * mesh.size():
         default = Contiguous()  # as in PyTorch: there are no two chunks per rank
     route = route_for(mesh, load_balancer, default, mask, length)
+    sharded = {number for outer in routes() if outer.mesh == mesh for number in outer.buffers}
+    for tensor in tensors:
+        if id(tensor) in sharded:
+            raise PlanError(
+                f"buffers must be whole tensors, but got one of shape {tuple(tensor.shape)} that a context around this"
+                f" one has sharded already. List it in one of the two."
+            )
     buffers_and_dims = list(zip(tensors, dims, strict=True))
     with ExitStack() as stack:
         if tensors:
