@@ -154,7 +154,10 @@ def same_bits_on_other_devices(names, schemes, schedules):
 def same_bits_on_one_device(names):
     """The same without ranks: calls on device 1 while device 0 is current."""
     compared = 0
-    torch.accelerator.set_device_index(0)
+    for index in (1, 0):  # a device without a number is the current one
+        torch.accelerator.set_device_index(index)
+        made = ls.block_mask(ls.masks.causal(), ls.layouts.zigzag(64, 2), 0, device=forms.device(0).type)
+        assert made.kv_num_blocks.device == forms.device(index)
     for name in names:
         plan, whole, learned, options = extras_case(name, "auto")
         results = []

@@ -88,9 +88,9 @@ def block_mask(
         )
     layout.span_table(rank)  # raises for a rank that the layout does not have
     try:
-        device_name = str(torch.device(device))
-    except (RuntimeError, TypeError) as error:
-        raise MaskError(f"device must be a device of torch, such as 'cpu', but got {device!r}.") from error
+        device_name = str(torch.empty(0, device=device).device)  # "cuda" is another device after set_device()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise MaskError(f"device must be one that torch can use here, such as 'cpu', but got {device!r}.") from error
     rest = layout, rank, kv, block_size, device_name
     if mask.is_structured:
         return _build_block_mask(MaskKey(mask), *rest)
