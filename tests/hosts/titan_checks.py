@@ -184,6 +184,19 @@ def windows():
     return {name: shards.mask.area() for name, shards in given["attention_masks"].items()}, sorted(lefts)
 
 
+def padding():
+    """The labels of all ranks' shards of 7 tokens over 3 ranks."""
+    model = SimpleNamespace(get_attention_masks=lambda positions: causal(7))
+    tokens = torch.arange(1, 8)[None]
+    shards = []
+    for rank in range(3):
+        mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda rank=rank: rank)
+        dims = SimpleNamespace(cp_enabled=True, get_mesh=lambda _, mesh=mesh: mesh)
+        batch = {"input": tokens, "positions": tokens - 1}
+        shards.append(titan._shard_batch(batch, tokens, model, dims, parsed().parallelism)[1])
+    return [shard.tolist() for shard in shards]
+
+
 def call():
     """The largest error of attention with a score function and a transform of its output, against dense formulas."""
     torch.manual_seed(0)
@@ -215,4 +228,4 @@ def _causal(b, h, q, kv):
     return q >= kv
 
 
-CHECKS = {"refusals": refusals, "masks": masks, "windows": windows, "call": call}
+CHECKS = {"refusals": refusals, "masks": masks, "windows": windows, "call": call, "padding": padding}
