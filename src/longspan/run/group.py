@@ -528,6 +528,7 @@ def run_collective(
 
     On CPUs a rank that dies, stops or makes another call is named on all others.
     """
+    check_may_send(name)
     if tensor.device.type != "cpu" or group.size() == 1:  # the host does not wait for an accelerator
         work = start(group)
         if work is not None:

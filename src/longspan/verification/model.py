@@ -90,7 +90,7 @@ def verify_step(step: ModelStep, group: Any, probes: int, factor: float) -> Repo
             return Report(subject, ranks.size, (), (compared,))
         checks = compared.checks()
         wrong = [check for check in checks if check.ratio > 1]
-        check, leak = _check_documents(step, reference) if probes else (None, None)
+        check, leak = _check_documents(step, reference, factor) if probes else (None, None)
         if leak is None:
             causes = find_causes(compared, [check.tensor for check in wrong])
         else:
@@ -384,13 +384,13 @@ class _SimulatedStep:
 # -- Leaks: tokens that the mask hides ---------------------------------------------------------------------------------
 
 
-def _check_documents(step: ModelStep, reference: Reference) -> tuple[Check | None, Finding | None]:
+def _check_documents(step: ModelStep, reference: Reference, factor: float) -> tuple[Check | None, Finding | None]:
     """Check that one device keeps documents apart, else it is no reference. (None, None) for a single document."""
     numbers = None if step.mask is None else find_connected(step.mask, step.layout.seq_len)
     packed = read_documents(reference.batch, numbers) if "logits" in reference.result else None
     if packed is None or (step.mask is not None and numbers is None):
         return None, None
-    return find_leak(reference.model, packed, lambda m, b: step.whole(m, b, step.mask)[1])
+    return find_leak(reference.model, packed, lambda m, b: step.whole(m, b, step.mask)[1], factor)
 
 
 def probe_leaks(
