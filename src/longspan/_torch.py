@@ -530,6 +530,11 @@ def _tracer() -> Any:
         return None
 
 
+def is_from_compiler(error: Exception) -> bool:
+    """Return whether an error was raised by PyTorch's compiler, which `torch.cond` uses in eager calls too."""
+    return type(error).__module__ == "torch._dynamo.exc"
+
+
 @torch.compiler.assume_constant_result
 def higher_order_calls() -> int:
     """Count higher-order calls (`autograd.Function`, `torch.cond`) of the graph that is being traced; 0 without one.

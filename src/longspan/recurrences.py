@@ -228,7 +228,7 @@ def ssd(
         documents: see `gated_delta_rule`.
         plan: created by `longspan.scan_plan(..., keys=states, maps="scalar")`.
         group: see `gated_delta_rule`.
-        kernel: "auto", "reference", "fla" or "mamba_ssm"; a named one is used or refused.
+        kernel: "auto", "reference" or "mamba_ssm"; a named one is used or refused.
         name: see `gated_delta_rule`.
     """
     from longspan.mixers import scans

@@ -199,6 +199,16 @@ class StraightThrough(torch.autograd.Function):
         return gradient
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
 class Counted:
     calls = 0
 
@@ -217,6 +227,7 @@ UNCOMPILED = {
     "attribute": (lambda s, b, h, i, j: s + s.data * TABLE[h], "every call creates"),
     "hidden by an operation": (lambda s, b, h, i, j: (s.data * 2).exp() * s, "every call creates"),
     "own backward": (lambda s, b, h, i, j: StraightThrough.apply(s) + s, "autograd.Function"),
+    "own backward with an operation": (lambda s, b, h, i, j: Doubled.apply(s), "autograd.Function"),
     "own backward without operations": (lambda s, b, h, i, j: Stop.apply(s) * TABLE[h], "autograd.Function"),
     "own backward of what is captured": (lambda s, b, h, i, j: s * Stop.apply(TABLE[h]), "autograd.Function"),
     "vmap": (lambda s, b, h, i, j: s + torch.vmap(lambda x: x * i)(FIXED).sum(), "every call creates"),

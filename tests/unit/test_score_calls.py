@@ -281,6 +281,10 @@ REFUSED = {
     "booleans": ({"score_mod": lambda s, b, h, q, kv: q >= kv}, "returned torch.bool.*To hide pairs use a mask"),
     "whole numbers": ({"score_mod": lambda s, b, h, q, kv: q - kv}, "returned torch.int64"),
     "nothing": ({"score_mod": lambda s, b, h, q, kv: None}, "returned NoneType. It must return a floating-point"),
+    "torch.cond": (
+        {"score_mod": lambda s, b, h, q, kv: torch.cond(torch.ones(()) > 0, lambda x: x * 2, lambda x: x * 3, (s,))},
+        "made of tensor operations, but it uses torch.cond",
+    ),
     "more dims": ({"score_mod": lambda s, b, h, q, kv: torch.stack((s, s))}, "score_mod got scores of shape"),
     "another kernel": ({"softcap": 1.0, "kernel": "cpu_flash"}, "cpu_flash.*score functions"),
     "another kernel for dropout": (

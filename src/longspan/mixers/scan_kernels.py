@@ -350,7 +350,8 @@ def scan_kernel_named(name: str) -> ScanKernel:
     'reference'
     """
     if not isinstance(name, str) or name not in _KERNELS:
-        raise KernelError(f"kernel must be one of {', '.join(('auto', *_KERNELS))}, but got {name!r}.")
+        names = [known for known in _KERNELS if known != OwnKernel.name]  # that one is never named
+        raise KernelError(f"kernel must be one of {', '.join(('auto', *names))}, but got {name!r}.")
     return _KERNELS[name]
 
 

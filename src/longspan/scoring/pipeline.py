@@ -216,7 +216,15 @@ class Scoring:
             return None
         score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
         scoring = Scoring(tuple(functions), (), dropout, like=score)
-        captured, used = find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
+        try:
+            captured, used = find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
+        except RuntimeError as error:
+            if not _torch.is_from_compiler(error):
+                raise
+            raise KernelError(
+                "score_mod must be made of tensor operations, but it uses torch.cond or another function that PyTorch"
+                " compiles. Use torch.where, or decide outside of score_mod."
+            ) from error
         for tensor in used:
             check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
         return Scoring(scoring.functions, captured, dropout, scoring._read(), score)

@@ -219,6 +219,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if inside_of_call():  # of an autograd.Function or torch.cond, which is refused; nothing may be recorded inside
+            return func(*args, **kwargs)
         name = _name(func)
         if torch.compiler.is_compiling() is not self.compiling:
             self.refuse("PyTorch's compiler ends the graph inside of it")
