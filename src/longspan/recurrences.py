@@ -366,10 +366,16 @@ def _check_bool(name: str, value: Any) -> bool:
 
 
 def _check_scale(scale: float | None, keys: int) -> float:
+    from torch import Tensor
+
     from longspan.validate import is_number
 
     if scale is None:
         return keys**-0.5
     if not is_number(scale):
         raise PlanError(f"scale must be one finite number or None, but got {truncated_repr(scale)}.")
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise PlanError(
+            "scale must not require a gradient, which it would not get. Multiply q by it and pass scale=1.0."
+        )
     return float(scale)

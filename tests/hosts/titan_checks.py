@@ -184,7 +184,7 @@ def windows():
     return {name: shards.mask.area() for name, shards in given["attention_masks"].items()}, sorted(lefts)
 
 
-def padding():
+def lengths():
     """The labels of all ranks' shards of 7 tokens over 3 ranks."""
     model = SimpleNamespace(get_attention_masks=lambda positions: causal(7))
     tokens = torch.arange(1, 8)[None]
@@ -228,4 +228,4 @@ def _causal(b, h, q, kv):
     return q >= kv
 
 
-CHECKS = {"refusals": refusals, "masks": masks, "windows": windows, "call": call, "padding": padding}
+CHECKS = {"refusals": refusals, "masks": masks, "windows": windows, "call": call, "lengths": lengths}

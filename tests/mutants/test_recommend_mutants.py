@@ -55,8 +55,10 @@ MUTANTS = {
     "all that fit are listed": (recommend.best_of, "[:NUMBER]", ""),
     "the last divisor is forgotten": (recommend.divisors, "number + 1", "number"),
     "one kernel is tried": (recommend.Request.plans, "in self.machines:", "in self.machines[:1]:"),
-    "one scheme is tried": (recommend.Request.plans, "(SCHEMES if", "(SCHEMES[:1] if"),
-    "a named scheme is ignored": (recommend.Request.plans, "if self.scheme is None else (self.scheme,)", ""),
+    "one scheme is tried": (recommend.Request.plans, "for scheme in SCHEMES]", "for scheme in SCHEMES[:1]]"),
+    "a named scheme is ignored": (
+        recommend.Request.plans, "[(self.scheme, self.fetch_bytes)]", "[('auto', self.fetch_bytes)]"
+    ),
     "equal schemes are tried again": (recommend.Request.plans, "if names not in seen:", "if True:"),
     "the optimizer stays": (recommend.Request.recipes.fget, "(False, True)", "(False,)"),
     "an optimizer on the host may stay": (

@@ -131,7 +131,7 @@ MUTANTS = [  # a function, and mistakes in it: what is wrong, the text, what sta
     (Packing.unpack, [("packages: the output is moved on by one", "x.squeeze(0)", "x.squeeze(0).roll(1, 0)")]),
     (MambaScan.summary, [("packages: M is 1", "diagonal_maps(work)", "diagonal_maps(work) ** 0")]),
     (MambaScan.run, [
-        ("packages: segments leave in the order of lengths", "torch.cat(after)[place]", "torch.cat(after)"),
+        ("packages: segments leave in the order of lengths", "[to_device(place, states.device)]", ""),
         ("packages: groups overwrite one another", "out = out + table", "out = table"),
     ]),
     (MambaScan._rows, [

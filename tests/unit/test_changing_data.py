@@ -710,3 +710,68 @@ def test_a_list_that_a_function_appends_to_is_not_a_change():
         ls.attention(*tensors, mask).sum().backward()
         noted.append(mask.plans[next(iter(mask.plans))].mask.last_reads)
     assert noted[0] is noted[1] is noted[2]
+
+
+class Branches:
+    """Compares positions; packed, it counts starts, which tiles mix up."""
+
+    def __init__(self):
+        self.packed, self.starts = False, torch.tensor([50])
+
+    def __call__(self, b, h, i, j):
+        return (i >= self.starts).sum() == (j >= self.starts).sum() if self.packed else i == i
+
+    def score(self, s, b, h, i, j):
+        return s if not self.packed else s - 2 * ((i >= self.starts).sum() != (j >= self.starts).sum())
+
+
+def test_another_branch_of_a_function_is_judged_anew():
+    tensors, function, causal = inputs(), Branches(), ls.masks.causal(S)
+    mask, numbers = ls.masks.from_mask_mod(function, S) & causal, (torch.arange(S) >= 50).int()
+    ls.attention(*tensors, mask)
+    ls.attention(*tensors, causal, score_mod=function.score)
+    function.packed = True
+    for other in (mask, ls.masks.from_mask_mod(function, S) & causal):
+        assert torch.allclose(ls.attention(*tensors, other), truth(tensors, numbers), atol=1e-12)
+    different = Branches()
+    different.packed = True
+    found, expected = (ls.attention(*tensors, causal, score_mod=each.score) for each in (function, different))
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert not torch.allclose(found, ls.attention(*tensors, causal), atol=1e-3)
+
+
+def test_numpy_that_combines_positions_is_refused_beside_elementwise_numpy():
+    tensors = inputs()
+    near = ls.masks.from_mask_mod(lambda b, h, i, j: torch.as_tensor(np.abs(i.numpy() - j.numpy()) < 9), S)
+    expected = ls.masks.from_mask_mod(lambda b, h, i, j: (i - j).abs() < 9, S)
+    assert torch.equal(ls.attention(*tensors, near), ls.attention(*tensors, expected))
+    seen = ls.masks.from_mask_mod(lambda b, h, i, j: ((i - j).abs() < 9) | bool((j.numpy() == 150).any()), S)
+    with pytest.raises(LongspanError, match=r"must treat each pair separately.*torch\.isin"):
+        ls.attention(*tensors, seen)
+
+
+def test_what_a_function_computes_once_and_keeps_gets_its_gradient():
+    class Slopes:
+        def __init__(self, raw):
+            self.raw = raw
+
+        @functools.cached_property
+        def slopes(self):
+            return torch.nn.functional.softplus(self.raw)
+
+        def __call__(self, s, b, h, i, j):
+            return s * self.slopes[h]
+
+    raw, mask, tensors = (
+        torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True),
+        ls.masks.causal(S),
+        inputs(),
+    )
+    dout = torch.randn(1, 2, S, 8, dtype=torch.float64)
+    found = torch.autograd.grad(ls.attention(*tensors, mask, score_mod=Slopes(raw)), raw, dout)[0]
+    slopes = torch.nn.functional.softplus(raw)
+    expected = torch.autograd.grad(
+        ls.attention(*tensors, mask, score_mod=lambda s, b, h, i, j: s * slopes[h]), raw, dout
+    )[0]
+    assert expected.abs().min() > 0
+    assert torch.allclose(found, expected, rtol=1e-12)

@@ -58,6 +58,9 @@ REFUSED = {
         "heads must be a multiple of key heads",
     ),
     "scale": (lambda: delta(scale="x"), PlanError, "scale must be one finite number or None, but got 'x'"),
+    "scale that learns": (
+        lambda: delta(scale=torch.tensor(0.5, requires_grad=True)), PlanError, "scale must not require a gradient"
+    ),
     "scale nan": (lambda: delta(scale=float("nan")), PlanError, "one finite number or None"),
     "l2norm": (lambda: delta(l2norm="no"), PlanError, "l2norm must be a bool, but got 'no'"),
     "documents": (lambda: delta(documents=[3, 3]), PlanError, "add up to 6, but the sequence has 8 tokens"),

@@ -270,7 +270,7 @@ REFUSED = {
         {"relative_bias": RelativeBias(torch.ones(8, 3))},
         r"RelativeBias.table has shape \(8, 3\), but \(buckets, heads = 4\) is needed",
     ),
-    "softcap of 0": ({"softcap": 0.0}, "softcap must be a finite number above 0, but got softcap = 0.0"),
+    "softcap of 0": ({"softcap": 0.0}, "softcap must be a number above 0 and below 1e30, but got softcap = 0.0"),
     "negative softcap": ({"softcap": -2.0}, "got softcap = -2.0"),
     "infinite softcap": ({"softcap": float("inf")}, "got softcap = inf"),
     "softcap of nan": ({"softcap": float("nan")}, "got softcap = nan"),
@@ -292,9 +292,27 @@ REFUSED = {
         "dropout.*'reference'",
     ),
     "a choice of others": ({"score_mod": keeps, "kernel": "sdpa"}, "cpu_flash: .*score functions"),
+    "a softcap that float32 does not hold": ({"softcap": 1e300}, "above 0 and below 1e30"),
+    "a complex table that learns": (
+        {"score_mod": lambda s, b, h, q, kv: s * COMPLEX[h].real},
+        "must be real, but got torch.complex128",
+    ),
     "an unknown kernel": ({"softcap": 1.0, "kernel": "fast"}, "kernel must be one of .* but got 'fast'"),
     "an unknown way of summing": ({"captured_grads": "mean"}, "captured_grads must be .*'mean'"),
 }
+
+
+COMPLEX = torch.ones(8, dtype=torch.complex128, requires_grad=True)
+
+
+def test_vmap_over_a_captured_tensor_is_refused():
+    q, k, v, _ = make()
+
+    def call(slope):
+        return ls.attention(q, k, v, MASK, score_mod=lambda s, b, h, i, j: s * slope)
+
+    with pytest.raises(ls.PlanError, match=r"must not be mapped by torch\.vmap"):
+        torch.vmap(call)(torch.tensor([0.5, 2.0], dtype=q.dtype))
 
 
 @pytest.mark.parametrize("name", REFUSED)

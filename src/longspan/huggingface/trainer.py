@@ -526,6 +526,11 @@ class ContextParallelTrainer(TrlMethods, _Base):
             loss = super().compute_loss(model, part, return_outputs, num_items_in_batch)
         finally:
             self._labels = None
+        if not torch.is_grad_enabled() and num_items_in_batch is not None:
+            # As on one device: an evaluation leaves batches without labels out.
+            value, *rest = loss if isinstance(loss, tuple) else (loss,)
+            value = torch.where(torch.as_tensor(num_items_in_batch).to(value.device) == 0, torch.nan, value)
+            loss = (value, *rest) if isinstance(loss, tuple) else value
         if self._kind == "parts" and model.training:
             # TRL's SFTTrainer counted tokens of each rank's part, and all rows as one.
             mask = inputs.get("attention_mask")

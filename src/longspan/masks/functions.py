@@ -47,8 +47,25 @@ LOOKUPS = frozenset({"bucketize", "searchsorted", "isin", "take"})
 NEW = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
 """Operations that do not read the values of their tensor; on tiles only for one number, which is the same for all."""
 
-_verdicts: WeakKeyDictionary[Any, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
-"""Which functions can be called on tiles, by which arguments have dims; a cache that keeps no function alive."""
+NO, YES, BY_SAMPLE = range(3)
+"""Whether a function can be called on tiles. By a sample alone: its operations are not known, since it converts its
+arguments to numpy arrays, and every tile is checked."""
+
+_verdicts: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+"""Which functions can be called on tiles, by which arguments have dims, and their operations then; a cache that keeps
+no function alive."""
+
+
+def note_operations(function: Any, snapshot: CaptureSnapshot) -> None:
+    """Drop what is known of a function if it calls other operations than before: data may have changed its branch."""
+    try:
+        known = _verdicts.setdefault(function, {})
+    except TypeError:  # neither hashable nor weakly referable: nothing is known
+        return
+    operations = None if snapshot.trace is None else [name for name, _ in snapshot.trace.operations]
+    if "operations" not in known or known["operations"] != operations:
+        known.clear()
+        known["operations"] = operations
 
 
 def check_signature(
@@ -91,12 +108,14 @@ class Elementwise:
 
     def __init__(self, function: Any, call: Callable[..., Any] | None = None) -> None:
         self.function: Callable[..., Any] = function if call is None else call
+        self._key = function
         self.broadcasts: bool | None = None
         """Whether the function takes tiles such as the last; None until it was tried."""
+        self._by_sample = False
         try:
             self._verdicts = _verdicts.setdefault(function, {})
         except TypeError:  # neither hashable nor weakly referable: tried again next time
-            self._verdicts: dict[tuple[bool, ...], bool] = {}
+            self._verdicts: dict[Any, Any] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's values, of the shape to which the tensors among the arguments broadcast."""
@@ -106,7 +125,11 @@ class Elementwise:
             if not self.broadcasts:
                 return self.map_pairs(*arguments)
             try:
-                return self.function(*arguments)
+                if not self._by_sample:
+                    return self.function(*arguments)
+                answer = self.function(*(a.clone() if _is_tensor(a) else a for a in arguments))  # it may work in place
+                self._check_halves(answer, arguments, shape)
+                return answer
             except Exception as error:
                 self._check_conversions(error)
                 raise
@@ -115,13 +138,18 @@ class Elementwise:
         answer = self.function(*(a.reshape(()) if _is_tensor(a) else a for a in arguments))
         return answer.reshape(shape) if _is_tensor(answer) and answer.numel() == 1 else answer
 
+    def note_operations(self, snapshot: CaptureSnapshot) -> None:
+        """Drop what is known of the function if it calls other operations than before."""
+        note_operations(self._key, snapshot)
+
     def settle(self, *arguments: Any) -> None:
         """Find out whether the function takes tiles, unless that is known or the arguments are one pair."""
         if math.prod(_shape(arguments)) > 1:
             have_dims = tuple(_has_dims(a) for a in arguments)
             if have_dims not in self._verdicts:
                 self._verdicts[have_dims] = self._agrees(*_sample(arguments))
-            self.broadcasts = self._verdicts[have_dims]
+            self.broadcasts = self._verdicts[have_dims] != NO
+            self._by_sample = self._verdicts[have_dims] == BY_SAMPLE
 
     def map_pairs(self, *arguments: Any) -> Any:
         """Call the function pair by pair, with vmap."""
@@ -180,12 +208,38 @@ class Elementwise:
         answers = [self.function(*(a[i] if _is_tensor(a) else a for a in flat)) for i in range(math.prod(shape))]
         return torch.stack([torch.as_tensor(value) for value in answers]).view(shape)
 
-    def _agrees(self, *arguments: Any) -> bool:
+    def _check_halves(self, answer: Any, arguments: Any, shape: tuple[int, ...]) -> None:
+        """Raise if the function gives other values for the halves of a tile than for the tile."""
+        import torch
+
+        if not isinstance(answer, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+            return  # the caller refuses that
+        whole = torch.as_tensor(answer).expand(shape)
+        for dim, size in enumerate(shape):
+            for start, stop in ((0, size // 2), (size // 2, size)) if size > 1 else ():
+                axis = dim - len(shape)
+                half = [
+                    a.narrow(axis, start, stop - start)
+                    if _is_tensor(a) and a.ndim >= -axis and a.shape[axis] > 1
+                    else a
+                    for a in arguments
+                ]
+                half = [a.clone() if _is_tensor(a) else a for a in half]
+                expected = whole.narrow(dim, start, stop - start)
+                if not torch.isclose(torch.as_tensor(self.function(*half)), expected, equal_nan=True).all():
+                    name = getattr(self.function, "__name__", type(self.function).__name__)
+                    raise LongspanError(
+                        f"{name} must treat each pair separately, but it gives other values for {shape} pairs than for"
+                        f" a half of them: it converts positions or scores to numpy arrays, and combines their values."
+                        f" Write it with tensor operations, as in torch.isin(kv_idx, tokens)."
+                    )
+
+    def _agrees(self, *arguments: Any) -> int:
         """Return whether arrays give the results of single pairs, judged by a sample and by the operations used."""
         import torch
 
         if 0 in _shape(arguments):
-            return True
+            return YES
         can_map = True
         try:
             try:
@@ -193,23 +247,25 @@ class Elementwise:
             except Exception:  # whatever the user's function raises inside vmap
                 single, can_map = self._one_by_one(*arguments), False
         except Exception:
-            return True  # it only works on arrays
+            return BY_SAMPLE  # it only works on arrays
         watch = _mixing_mode()(arguments)
         try:
             with watch:
                 answer = self.function(*arguments)
             if not isinstance(answer, torch.Tensor | np.ndarray | np.generic | int | float | complex):
-                return True  # the caller refuses that
+                return YES  # the caller refuses that
             answer = torch.as_tensor(answer)
         except (RuntimeError, IndexError):
-            return False
+            return NO
         except (TypeError, ValueError) as error:
             self._check_conversions(error)
             raise
         if (watch.mixes and can_map) or answer.ndim > single.ndim:
-            return False
+            return NO
         answer = answer.to(single.device).expand(single.shape)
-        return answer.dtype == single.dtype and bool(torch.isclose(answer, single, equal_nan=True).all())
+        if answer.dtype != single.dtype or not torch.isclose(answer, single, equal_nan=True).all():
+            return NO
+        return YES if can_map else BY_SAMPLE
 
 
 @cache
@@ -375,8 +431,8 @@ class _Unused:
 class Reader:
     """A mask's function: how it is called, and what it reads."""
 
-    def __init__(self, call: MaskMod, row: int | None, head: int | None) -> None:
-        self.call, self.row, self.head = call, row, head
+    def __init__(self, call: MaskMod, row: int | None, head: int | None, mask_mod: MaskMod) -> None:
+        self.call, self.row, self.head, self.mask_mod = call, row, head, mask_mod
         self.device: Any = None
         """The device of the tensors that it reads, and of the positions it gets; None until known."""
 
@@ -417,7 +473,9 @@ class Reader:
 
     def reads(self, before: CaptureSnapshot | None) -> CaptureSnapshot:
         """Return a snapshot of what the function reads."""
-        return CaptureSnapshot.of(self.call, self._first_pair(), before)
+        snapshot = CaptureSnapshot.of(self.call, self._first_pair(), before)
+        note_operations(self.mask_mod, snapshot)
+        return snapshot
 
     def contents(self) -> str:
         """Return checksums of the integer and boolean tensors that it reads, which are equal on all ranks; of large
@@ -475,7 +533,7 @@ class Function:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "call", frozen(self.mask_mod))
-        object.__setattr__(self, "reader", Reader(self.call, self.row, self.head))
+        object.__setattr__(self, "reader", Reader(self.call, self.row, self.head, self.mask_mod))
 
     def allows(self, q: Ints, kv: Ints) -> Bools:
         import torch

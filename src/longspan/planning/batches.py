@@ -11,9 +11,12 @@ groups and ranks has the same sum, if each part counts by its share of the label
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -91,6 +94,8 @@ class BatchStep:
 
     def of_rank(self, rank: int) -> BatchStep:
         """Return the step with the micro-batches of this rank's group; `labels` still counts those of all groups."""
+        if self.micro_batches:
+            rank = check_int(rank, "rank", "of_rank()", PlanError, high=self.micro_batches[0].ranks - 1)
         return replace(
             self, micro_batches=tuple(m.groups[rank * len(m.groups) // m.ranks] if m.groups else m for m in self)
         )
@@ -278,9 +283,15 @@ def batches(
     tokens_per_step = check_int(tokens_per_step, "tokens_per_step", where, PlanError, low=1)
     if too_long not in ("refuse", "cut"):
         raise PlanError(f"too_long must be 'refuse' or 'cut', but got {truncated_repr(too_long)}.")
-    numbers = (
-        shuffled_numbers(len(sizes), check_int(seed, "seed", where, PlanError)) if order is None else np.asarray(order)
-    )
+    cost: object = pair_cost
+    if not isinstance(cost, Real) or not 0 <= pair_cost < math.inf:
+        raise PlanError(f"pair_cost must be a number >= 0, but got {truncated_repr(pair_cost)}.")
+    numbers: Ints = np.zeros(0, dtype=np.int64)
+    if order is None:
+        numbers = shuffled_numbers(len(sizes), check_int(seed, "seed", where, PlanError))
+    else:
+        with suppress(ValueError, TypeError):  # no numbers, or lists of several lengths
+            numbers = np.asarray(order)
     if numbers.shape != sizes.shape or not np.array_equal(np.sort(numbers), np.arange(len(sizes))):
         raise PlanError(
             f"order must have each of the numbers 0 to {len(sizes) - 1} once, but got {truncated_repr(order)}. To leave"
@@ -310,7 +321,10 @@ def shuffled_numbers(num: int, seed: int) -> Ints:
 
 def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_cut: bool) -> Ints:
     """Return (document, start, length, labels) in order, with documents above the limit in equal parts."""
-    counts = np.maximum(sizes - 1, 0) if labels is None else np.asarray(labels)
+    try:
+        counts = np.maximum(sizes - 1, 0) if labels is None else np.asarray(labels)
+    except ValueError:  # lists of several lengths
+        counts = np.zeros(0)
     if counts.shape != sizes.shape or counts.dtype.kind not in "iu" or ((counts < 0) | (counts > sizes)).any():
         raise PlanError(
             f"labels must be a number from 0 to its tokens for each of {len(sizes)} documents, but got"
@@ -320,8 +334,8 @@ def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_
     if len(long) and not is_cut:
         raise PlanError(
             f"document {int(long[0])} has {int(sizes[long[0]])} tokens, and {len(long)} documents are longer than the"
-            f" {limit} of a group's micro-batch or of a step. Use more ranks, larger groups, a larger tokens_per_rank"
-            f" or tokens_per_step, or too_long='cut'."
+            f" {limit} of a group's micro-batch or of a step. Use more ranks (of a group), a larger tokens_per_rank or"
+            f" tokens_per_step, or too_long = 'cut'."
         )
     if len(long) and labels is not None:
         raise PlanError(

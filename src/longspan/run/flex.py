@@ -50,6 +50,8 @@ from longspan.validate import check_inputs, one_device_plan
 Bools = NDArray[np.bool_]
 
 KV = ("global", "local", "gathered")
+NO_MASK = full()
+"""Compiled code can create no mask."""
 
 
 def block_mask(
@@ -88,7 +90,7 @@ def block_mask(
         )
     layout.span_table(rank)  # raises for a rank that the layout does not have
     try:
-        device_name = str(torch.empty(0, device=device).device)  # "cuda" is another device after set_device()
+        device_name = str(torch.empty(0, device=torch.device(device)).device)  # "cuda" changes with set_device()
     except (RuntimeError, TypeError, AssertionError) as error:
         raise MaskError(f"device must be one that torch can use here, such as 'cpu', but got {device!r}.") from error
     rest = layout, rank, kv, block_size, device_name
@@ -396,7 +398,7 @@ def _pad_to_one_length(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> tupl
         k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
     length = max(num_q, num_kv)
     if block_mask is None:
-        mask = full(length)
+        mask = NO_MASK if num_q == num_kv else full(length)
     elif isinstance(block_mask, Mask):  # compiled code can build no mask
         mask = block_mask if block_mask.seq_len is None and num_q == num_kv else block_mask.resized(length)
     elif isinstance(block_mask, BlockMask):

@@ -23,8 +23,10 @@ from longspan.validate import check_plain, is_number
 
 def soft_cap(cap: float) -> ScoreMod:
     """Return the function cap * tanh(score / cap)."""
-    if isinstance(cap, Tensor) or not is_number(cap) or cap <= 0:
-        raise KernelError(f"softcap must be a finite number above 0, but got softcap = {cap!r}. Leave it out for none.")
+    if isinstance(cap, Tensor) or not is_number(cap) or not 0 < cap < 1e30:  # float32 ends at 3e38
+        raise KernelError(
+            f"softcap must be a number above 0 and below 1e30, but got softcap = {cap!r}. Leave it out for none."
+        )
     cap = float(cap)
 
     def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001

@@ -7,7 +7,7 @@ functions capture get gradients (`find_captured`, `Totals`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
 from longspan._torch import tree_map
-from longspan.errors import KernelError
+from longspan.errors import KernelError, PlanError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
 from longspan.masks.captures import CaptureSnapshot, difference, frozen, tracer_class
@@ -50,6 +50,16 @@ def find_captured(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Te
         call(tracer)
     used = [tensor for noted in tracer.tensors if (tensor := noted.tensor()) is not None]
     return tuple(tensor for tensor in used if tensor.requires_grad), used
+
+
+def check_captured(tensors: Iterable[Tensor]) -> None:
+    """Raise for tensors whose gradients are not computed."""
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise KernelError(
+                f"a tensor that changes scores and needs a gradient must be real, but got {tensor.dtype}. Pass the"
+                f" tensor of torch.view_as_real, which has a gradient."
+            )
 
 
 class Swap(TorchFunctionMode):
@@ -216,8 +226,12 @@ class Scoring:
             return None
         score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
         scoring = Scoring(tuple(functions), (), dropout, like=score)
+
+        def find() -> tuple[tuple[Tensor, ...], list[Tensor]]:
+            return find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
+
         try:
-            captured, used = find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
+            captured, used = find()
         except RuntimeError as error:
             if not _torch.is_from_compiler(error):
                 raise
@@ -225,9 +239,18 @@ class Scoring:
                 "score_mod must be made of tensor operations, but it uses torch.cond or another function that PyTorch"
                 " compiles. Use torch.where, or decide outside of score_mod."
             ) from error
+        reads = scoring._read()
+        read = [noted.tensor() for r in reads if r.trace for noted in r.trace.tensors if noted.tensor is not None]
+        known = {id(tensor) for tensor in captured}
+        if any(tensor is not None and tensor.requires_grad and id(tensor) not in known for tensor in read):
+            captured, used = find()  # the first call computed something that the function keeps, and reads from now on
         for tensor in used:
-            check_no_tangent(**{f"a tensor of shape {tuple(tensor.shape)} that changes scores": tensor})
-        return Scoring(scoring.functions, captured, dropout, scoring._read(), score)
+            name = f"a tensor of shape {tuple(tensor.shape)} that changes scores"
+            check_no_tangent(**{name: tensor})
+            if _torch.is_batched(tensor):
+                raise PlanError(f"{name} must not be mapped by torch.vmap. Call attention in a loop instead.")
+        check_captured(captured)
+        return Scoring(scoring.functions, captured, dropout, reads, score)
 
     def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (b, h, q_idx, kv_idx) of the first pair."""
@@ -243,6 +266,8 @@ class Scoring:
             call = function.function if isinstance(function, Elementwise) else function
             before, score = self.reads[number] if self.reads else None, self.like.clone()  # it may work in place
             snapshots.append(CaptureSnapshot.of(call, (score, *self._pair()), before))
+            if isinstance(function, Elementwise):
+                function.note_operations(snapshots[-1])
         return tuple(snapshots)
 
     def check_unchanged(self) -> None:

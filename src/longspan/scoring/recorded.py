@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from longspan._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.errors import KernelError
 from longspan.masks.functions import Elementwise
-from longspan.scoring.pipeline import Scoring, dropout_of
+from longspan.scoring.pipeline import Scoring, check_captured, dropout_of
 from longspan.tile import accumulation_dtype
 
 # -- A score function as text, which compiled code passes to the operator ----------------------------------------------
@@ -96,6 +96,7 @@ class ScoreText:
 def scoring_of(text: str, operands: Operands, like: Tensor) -> Scoring:
     """Return the scoring of a text and its operands, for a call with tensors like this one."""
     score_text = _parse(text, operands)
+    check_captured(operands.captured)
     dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.by_name()))
     score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
     function = Elementwise(score_text, score_text.function(operands))

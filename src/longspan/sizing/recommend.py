@@ -168,9 +168,11 @@ class Request:
             self.part.attentions,
         )
         own = max((heads.kv_heads * (heads.head_dim + heads.v_head_dim) for heads in attentions), default=0)
-        schemes = [(self.scheme, self.fetch_bytes)]
+        schemes: list[tuple[str, int | None]]
         if self.scheme is None:
             schemes = [(scheme, self.fetch_bytes if scheme == "auto" else None) for scheme in SCHEMES]
+        else:
+            schemes = [(self.scheme, self.fetch_bytes)]
         has_all = 1 < ranks == self.sequence_ranks <= MAX_LIMITED_RANKS
         if self.scheme is None and self.fetch_bytes is None and own and has_all:
             schemes.append(("exchange", tokens * own * itemsize))

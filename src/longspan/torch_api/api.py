@@ -146,12 +146,7 @@ def context_parallel(
             stack.callback(setattr, options, "enable_load_balance", options.enable_load_balance)
             options.enable_load_balance = is_balanced or route.order is not None
             layout = route.layout
-            if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
-                raise LayoutError(
-                    f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout"
-                    f" without equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim,"
-                    f" fill=...)."
-                )
+            _check_no_padding(layout)
             # Tensors get other storage instead of being written to: inputs and labels are often views of one batch. So
             # restoring is exact and copies nothing.
             with torch.no_grad():
@@ -198,6 +193,14 @@ def _length(tensor: Any, dim: Any) -> int:
     return tensor.shape[dim]
 
 
+def _check_no_padding(layout: Layout) -> None:
+    if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
+        raise LayoutError(
+            f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
+            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
+        )
+
+
 def _record(mesh: DeviceMesh, layout: Layout, order: Ints | None) -> None:
     record = layout_record(mesh)
     record.add(layout) if order is None else record.add_row_order(slots(layout))
@@ -210,6 +213,8 @@ def check_counts(buffers: Sequence[Any], dims: Sequence[int]) -> None:
 
 def _shard_tensor(tensor: Tensor, dim: int, layout: Layout, order: Ints | None, rank: int) -> Tensor:
     """Return the rank's shard. A shard in an order for each batch row does not carry a layout, since it has none."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        _check_no_padding(layout)  # 0 is a label
     if order is None:
         return layout.shard(tensor, rank, dim)
     start = sum(slots(layout)[:rank])
@@ -251,7 +256,8 @@ def context_parallel_shard(
             mesh, [buffers[name] for name in names], [seq_dims[name] for name in names], load_balancer
         )
         return dict(zip(names, shards, strict=True))
-    assert not isinstance(seq_dims, Mapping)
+    if isinstance(seq_dims, Mapping):
+        raise PlanError(f"`seq_dims` must be a list of dims, one for each of `buffers`, but got {seq_dims!r:.120}.")
     check_counts(buffers, seq_dims)
     balancer = None if load_balancer is None else balancer_of(load_balancer)
     known = None if route is None or isinstance(route.balancer, Inferred) else route

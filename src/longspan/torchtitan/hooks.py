@@ -38,7 +38,6 @@ from longspan.torchtitan.masks import (
 )
 
 try:
-    from torchtitan.components.loss import IGNORE_INDEX
     from torchtitan.components.validate import Validator
     from torchtitan.config.override import derive
     from torchtitan.models.common.attention import (
@@ -145,8 +144,7 @@ def _shard_batch(
     key = parallelism.context_parallel_ptrr_mask_key
     layout = layout_of(parallelism.context_parallel_load_balancer, masks, length, size, key)
     shards = {name: Shards(mask, layout, mesh) for name, mask in masks.items()}
-    tokens, positions = layout.shard(tokens, rank, 1), layout.shard(positions, rank, 1)
-    labels = layout.shard(labels, rank, 1, fill=IGNORE_INDEX)  # a data loader's lengths may not divide by the ranks
+    tokens, labels, positions = (layout.shard(t, rank, 1) for t in (tokens, labels, positions))  # without padding
     return tokens, labels, {"positions": positions, "attention_masks": shards.get(None, shards)}
 
 

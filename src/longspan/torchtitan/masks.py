@@ -170,7 +170,8 @@ def check_balancer(name: str | None) -> None:
 def layout_of(
     name: str | None, masks: Mapping[str | None, Mask], seq_len: int, world_size: int, key: str | None
 ) -> Layout:
-    """Return the layout of `parallelism.context_parallel_load_balancer`; every rank holds equally many tokens.
+    """Return the layout of `parallelism.context_parallel_load_balancer`; every rank holds equally many tokens if
+    they can be divided.
 
     >>> layout_of("headtail", {}, 8, 2, None).positions(0).tolist()
     [0, 1, 6, 7]
@@ -181,7 +182,9 @@ def layout_of(
     if name == "headtail":
         return zigzag(seq_len, world_size)
     if name == "balanced":
-        return balanced(*masks.values(), world_size=world_size, seq_len=seq_len, equal_tokens=True)
+        # No padding: routers of experts would count it.
+        equal = seq_len % world_size == 0
+        return balanced(*masks.values(), world_size=world_size, seq_len=seq_len, equal_tokens=equal)
     if len(masks) > 1 and key not in masks:
         raise TitanError(
             f"the load balancer 'ptrr' balances one mask, but the model has {sorted(map(str, masks))} and"

@@ -269,8 +269,9 @@ def shard_batch(
 
     - `labels` are unshifted tokens, as tokenizers return them. The result has `shift_labels`: each position has the
       next token's label, `ignore_index` at the end of the sequence or document. A batch that has `shift_labels`
-      instead is taken as shifted by one already. With `num_shifts` = n (multi-token prediction) there are also
-      `shift_labels_2` to `shift_labels_n`, the tokens 2 to n positions later.
+      instead is taken as shifted by one already, across documents: the last token of each document but the last gets
+      `ignore_index`. With `num_shifts` = n (multi-token prediction) there are also `shift_labels_2` to
+      `shift_labels_n`, the tokens 2 to n positions later.
     - `loss_mask` (0 or 1) is shifted with its labels; labels it excludes become `ignore_index`, and the result's
       `loss_mask` tells which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video. Without them `positions` defines them: "sequence"

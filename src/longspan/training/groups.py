@@ -127,7 +127,7 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
     """
     members = process_group(group, "check_same")
     check_batch(batch, "check_same")
-    names = sorted(batch)
+    names = sorted(batch, key=str)
     contents = [_digest(name, batch[name]) for name in names]
     unknown = sum(content is None for content in contents)
     rows = [np.zeros(_DIGEST, dtype=np.int64) if content is None else content for content in contents]
@@ -145,7 +145,7 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
         return
     table = np.zeros((int(heads[:, 0].max()), NAME_BYTES // 8 + _DIGEST), dtype=np.int64)
     for row, name, content in zip(table, names, rows, strict=False):
-        label = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        label = str(name).encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
         row[:] = np.concatenate((np.frombuffer(label, dtype=np.int64), content))
     tables = _gather_rows(table.ravel(), members).reshape(members.size(), *table.shape)
     raise DifferentBatchesError(members.size(), _differences(tables, heads[:, 0].tolist()))
@@ -153,15 +153,15 @@ def check_same(batch: Mapping[str, Any], group: Group) -> None:
 
 def _digest(name: str, value: Any) -> Ints | None:
     """Return a hash of key, type, shape and values; None for types that cannot be compared."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        value = torch.as_tensor(value)
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or isinstance(value, DTensor):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSUMm" and value.dtype.char not in "gG":
+        digest = hashlib.sha256(f"{name} {value.dtype.str} {value.shape} ".encode() + value.tobytes())
+    elif isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized or isinstance(value, DTensor):
             return None  # equal ones may be stored differently, or each rank has a part
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         head = f"{name} {value.dtype} {tuple(value.shape)} "
         digest = hashlib.sha256(head.encode())
-        digest.update(memoryview(raw))  # type: ignore[arg-type]  (numpy's stubs for 3.11 hide the buffer)
+        digest.update(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  (numpy's stubs)
     elif _is_plain(value):
         digest = hashlib.sha256(f"{name} {value!r}".encode())
     else:

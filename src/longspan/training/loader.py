@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,19 +25,28 @@ class TokenFile:
     """
 
     def __init__(self, path: Any, lengths: ArrayLike, dtype: Any = np.uint16) -> None:
-        self.lengths = np.array(lengths, dtype=np.int64)
-        if self.lengths.ndim != 1 or (self.lengths < 0).any() or not np.array_equal(self.lengths, np.asarray(lengths)):
+        try:
+            self.lengths = np.array(lengths, dtype=np.int64)
+            is_count = self.lengths.ndim == 1 and np.array_equal(self.lengths, np.asarray(lengths))
+        except (ValueError, TypeError, OverflowError):
+            is_count = False
+        if not is_count or (self.lengths < 0).any():
             raise BatchError(
                 f"`lengths` must be a list of integers, each at least 0, but got {truncated_repr(lengths)}. Pass the"
                 f" number of tokens of each document."
             )
         self._edges = np.concatenate(([0], np.cumsum(self.lengths)))
-        self._ids = np.memmap(path, dtype=dtype, mode="r")
-        if len(self._ids) != self._edges[-1]:
+        dtype, size = np.dtype(dtype), os.stat(path).st_size
+        if dtype.kind not in "iu":
             raise BatchError(
-                f"`lengths` must sum up to the tokens of the file, {len(self._ids)} of {np.dtype(dtype)}, but got"
-                f" {self._edges[-1]}. Check dtype and lengths."
+                f"`dtype` must be that of integers, but got {dtype}. Pass the dtype of the ids in the file."
             )
+        if size != self._edges[-1] * dtype.itemsize:
+            raise BatchError(
+                f"`lengths` must sum up to the tokens of the file, which has {size / dtype.itemsize:g} of {dtype}, but"
+                f" got {self._edges[-1]}. Check dtype and lengths."
+            )
+        self._ids: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -158,12 +168,18 @@ def read_part(
     loss's mean, so the documents must have as many.
     """
 
+    def integers(index: int, values: Any) -> NDArray[np.int64]:
+        array = np.asarray(values)
+        if array.size and array.dtype.kind not in "iu":
+            raise BatchError(f"document {index} must be integers, but got {array.dtype}. Pass token ids and labels.")
+        return array.astype(np.int64, copy=False)
+
     def read(place: int, begin: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return ids and labels of a document's tokens `begin` to `end`."""
         index, offset, length = (int(x[place]) for x in (micro.documents, micro.starts, micro.lengths))
         num_labels = max(length - 1, 0)
         if hasattr(documents, "read"):
-            ids = labels = np.asarray(documents.read(index, offset + begin, offset + end), dtype=np.int64)
+            ids = labels = integers(index, documents.read(index, offset + begin, offset + end))
         else:
             item = documents[index]
             whole: Sequence[Any] = item["input_ids"] if isinstance(item, Mapping) else item
@@ -179,8 +195,8 @@ def read_part(
                 )
             if raw is not None:
                 num_labels = int((np.asarray(raw[offset + 1 : offset + length]) != -100).sum())
-            ids = np.asarray(whole[offset + begin : offset + end], dtype=np.int64)
-            labels = ids if raw is None else np.asarray(raw[offset + begin : offset + end], dtype=np.int64)
+            ids = integers(index, whole[offset + begin : offset + end])
+            labels = ids if raw is None else integers(index, raw[offset + begin : offset + end])
         if num_labels != counts[index, offset]:
             raise BatchError(
                 f"document {index} must have {counts[index, offset]} labels, as longspan.batches counted, but got"

@@ -298,11 +298,11 @@ def _check(gradients: str, reduction: str, num_tokens: Any) -> None:
         raise BatchError(
             "num_tokens cannot be combined with reduction='sum', which does not divide. Leave one of them out."
         )
-    host = ("cpu", "meta")
-    if isinstance(num_tokens, Tensor) and num_tokens.device.type not in host:  # not read: the host would wait
+    if isinstance(num_tokens, Tensor) and not (num_tokens.device.type == "cpu" and type(num_tokens) is Tensor):
+        # Not read: the host would wait, or there are no contents.
         is_count = num_tokens.numel() == 1 and not num_tokens.is_complex() and num_tokens.dtype != torch.bool
     else:
-        is_count = num_tokens is None or (is_number(num_tokens) and (isinstance(num_tokens, Tensor) or num_tokens >= 0))
+        is_count = num_tokens is None or (is_number(num_tokens) and bool(num_tokens >= 0))
     if not is_count:
         raise BatchError(f"num_tokens must be a number >= 0, but got {truncated_repr(num_tokens)}.")
 

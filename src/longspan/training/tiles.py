@@ -129,7 +129,7 @@ def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str
             f" separately. Call the model once, in train() if it is trained, on {_PROBE} tokens or more, before"
             f" torch.compile."
         )
-    if hidden.shape[dim] < 2:
+    if hidden.shape[dim] < 2 or not hidden.numel():
         return  # checked by a later call
     buffers = dict(module.named_buffers())
     before = {key: buffer.clone() for key, buffer in buffers.items()}
