@@ -234,6 +234,9 @@ def evaluated(trainer):
     output = trainer.predict(samples(7, seed=4))
     trainer.data_collator = lambda features: {k: v for k, v in pad(features).items() if k != "labels"}
     bare = trainer.predict(samples(3, seed=5))
+    trainer.data_collator, trainer.args.per_device_eval_batch_size = pad, 1
+    rows = samples(3, seed=6)
+    rows[1] = {**rows[1], "labels": [-100] * len(rows[1]["labels"])}
     names = ("eval_loss", "eval_accuracy", "eval_num")
     return {
         "metrics": [metrics[name] for name in names],
@@ -241,6 +244,7 @@ def evaluated(trainer):
         "logits": np.asarray(output.predictions),
         "labels": np.asarray(output.label_ids),
         "bare": np.asarray(bare.predictions),
+        "one without labels": [trainer.evaluate(rows)["eval_loss"]],
     }
 
 

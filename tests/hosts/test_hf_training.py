@@ -61,7 +61,7 @@ def test_trainer_with_packed_documents_evaluates_and_predicts(llama):
     assert [found[name] for name in ("tokens", "flos", "batch")] == [
         expected[name] for name in ("tokens", "flos", "batch")
     ]
-    for name in ("metrics", "predict", "logits", "bare"):
+    for name in ("metrics", "predict", "logits", "bare", "one without labels"):
         assert np.shape(found[name]) == np.shape(expected[name])
         assert np.abs(np.array(found[name]) - np.array(expected[name])).max() <= CLOSE, name
     assert np.array_equal(found["labels"], expected["labels"])

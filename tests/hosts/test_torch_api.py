@@ -115,6 +115,8 @@ SAYS = {
     "balancer": "must be Contiguous(), HeadTail()",
     "documents": "load_balancer has 7",
     "padding": "has padding",
+    "padding of labels": "has padding",
+    "dims by name": "`seq_dims` must be a list of dims",
     "rotation": "must be 'allgather' or 'alltoall'",
     "type": "must be 'sdpa' or 'flex'",
     "no attention": "Apply it to the module that calls attention",

@@ -526,6 +526,8 @@ def refusals():
         "balancer": refused(lambda: enter(**both, load_balancer=True)),
         "documents": refused(lambda: enter(**both, load_balancer=api.PerDocument([3, 4]))),
         "padding": refused(lambda: enter(**both, load_balancer=padded)),
+        "padding of labels": refused(lambda: api.context_parallel_shard(mesh, [torch.arange(TOKENS)], [0], padded)),
+        "dims by name": refused(lambda: api.context_parallel_shard(mesh, [q], {"q": 2})),
         "rotation": refused(lambda: api.set_rotate_method("carrier pigeon")),
         "type": refused(lambda: api.ContextParallel(attention_type="linear")),
         "no attention": refused(lambda: parallelize_module(Local(), mesh, api.ContextParallel())(q, k, v)),

@@ -247,6 +247,11 @@ def test_mistakes_are_found(mistake: str) -> None:
         ({"too_long": "drop"}, PlanError, "too_long"),
         ({"start": 2}, PlanError, "start"),
         ({"seed": -1}, PlanError, "seed"),
+        ({"order": [[0], [1, 2]]}, PlanError, "order"),
+        ({"labels": [[0], [1, 2]]}, PlanError, "labels"),
+        ({"pair_cost": "high"}, PlanError, "pair_cost must be a number >= 0, but got 'high'"),
+        ({"pair_cost": -1.0}, PlanError, "pair_cost"),
+        ({"pair_cost": float("nan")}, PlanError, "pair_cost"),
     ],
 )
 def test_refusals(change: dict, error: type[Exception], named: str) -> None:
@@ -268,3 +273,6 @@ def test_a_micro_batch_of_several_groups_has_no_layout() -> None:
     with pytest.raises(PlanError, match=r"but this micro-batch has 2.*step\.of_rank\(rank\)"):
         _ = step.micro_batches[0].layout
     assert [step.of_rank(rank).micro_batches[0].layout.seq_len for rank in range(4)] == [9, 9, 4, 4]
+    for rank in (-1, 4, "0"):
+        with pytest.raises(PlanError, match="rank"):
+            step.of_rank(rank)

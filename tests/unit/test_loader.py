@@ -134,9 +134,16 @@ def test_a_token_file_refuses_tokens_of_other_documents(tmp_path):
     for start, stop in ((0, 4), (-1, 2), (2, 1)):
         with pytest.raises(BatchError, match=r"in \[0, 3\], the tokens of document 0, but got"):
             file.read(0, start, stop)
-    for lengths in ([8, -3, 4], [4.5, 4.5], [[3, 6]], 9):
+    for lengths in ([8, -3, 4], [4.5, 4.5], [[3, 6]], 9, ["nine"], [[3], [3, 3]], [float("nan"), 9]):
         with pytest.raises(BatchError, match="`lengths` must be a list of integers"):
             TokenFile(path, lengths)
+    with pytest.raises(BatchError, match="`dtype` must be that of integers, but got float16"):
+        TokenFile(path, [9], dtype=np.float16)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BatchError, match=r"which has 8\.5 of uint16, but got 9"):
+        TokenFile(path, [9])
+    path.write_bytes(b"")
+    assert [document.tolist() for document in TokenFile(path, [0, 0])] == [[], []]
 
 
 def test_labels_of_documents_are_shifted():
@@ -216,6 +223,8 @@ def test_other_documents_and_ranks_are_refused():
         list(DocumentLoader([document[:-1] for document in data], batches, 0))
     with pytest.raises(BatchError, match=r"document \d+ must have \d+ tokens"):  # not cut without being asked to
         list(DocumentLoader([[*document, 1] for document in data], batches, 0))
+    with pytest.raises(BatchError, match=r"document \d+ must be integers, but got float64"):
+        list(DocumentLoader([np.array(document) + 0.5 for document in data], batches, 0))
     with pytest.raises(BatchError, match=r"document \d+ must be token ids, but got a str"):
         list(DocumentLoader(["a" * len(document) for document in data], batches, 0))
     with pytest.raises(BatchError, match=r"`documents` must be the 23 documents .* list_iterator without a length"):

@@ -597,6 +597,21 @@ def test_relayout_and_gather_outputs(seed):
     assert everywhere[1].any()
 
 
+ODD = {
+    "texts": np.array(["a", "bc"]), "dates": np.array(["2026-11-19"], dtype="datetime64[D]"), 3: 1,
+    "reversed": np.arange(6)[::-2], "big": np.arange(3, dtype=">i4"), "conj": torch.ones(2, dtype=torch.cfloat).conj(),
+}  # fmt: skip
+
+
+def test_check_same_compares_arrays_of_all_kinds_and_reports_others_on_all_ranks():
+    assert simulate(2, lambda rank: check_same(ODD, rank)) == [None] * 2
+    for key, other in (("reversed", np.arange(6)[::2]), ("texts", np.array(["a", "bd"])), ("conj", torch.ones(2) * 1j)):
+        with pytest.raises(BatchError, match=key):
+            simulate(2, lambda rank, k=key, o=other: check_same(ODD if rank.rank() else {**ODD, k: o}, rank))
+    with pytest.raises(BatchError, match="the batch has values of other types"):
+        simulate(2, lambda rank: check_same({"x": np.ones(2, dtype=np.longdouble)} if rank.rank() else {"x": 1}, rank))
+
+
 def test_check_same_tells_who_differs():
     assert simulate(3, lambda rank: check_same({"ids": torch.arange(3)}, rank)) == [None] * 3
     with pytest.raises(BatchError, match=r"'ids' on ranks \[2\]"):
