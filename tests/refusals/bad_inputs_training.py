@@ -141,7 +141,7 @@ def _losses():
             f"{value!r}",
         )
     yield bad("both", lambda: loss(reduction="sum", num_tokens=3), BatchError, "num_tokens", "Leave one")
-    for value in (NAN, "3", -1, True, [3]):
+    for value in (NAN, "3", -1, True, [3], torch.tensor(-4)):
         says = ("num_tokens must be a number >= 0",)
         yield bad(f"num_tokens {value!r}", lambda v=value: loss(num_tokens=v), BatchError, *says)
     for shape in ((5,), (4, 1), (2, 2), ()):

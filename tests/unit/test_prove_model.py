@@ -597,6 +597,15 @@ def test_relayout_and_gather_outputs(seed):
     assert everywhere[1].any()
 
 
+def test_relayout_to_an_equal_layout_clears_padding():
+    layout = ls.layouts.zigzag(5, 2, equal_tokens=True)
+    shards = [torch.full((3,), 7.0, requires_grad=True) for _ in range(2)]
+    outs = simulate(2, lambda rank: relayout(shards[rank.rank()], layout, layout, rank, 0))
+    kept = torch.tensor([[1.0] * int(n) + [0.0] * (3 - int(n)) for n in layout.num_tokens])
+    assert torch.equal(torch.stack(outs), 7 * kept)
+    assert torch.equal(torch.stack(torch.autograd.grad(torch.stack(outs).sum(), shards)), kept)
+
+
 ODD = {
     "texts": np.array(["a", "bc"]), "dates": np.array(["2026-11-19"], dtype="datetime64[D]"), 3: 1,
     "reversed": np.arange(6)[::-2], "big": np.arange(3, dtype=">i4"), "conj": torch.ones(2, dtype=torch.cfloat).conj(),
