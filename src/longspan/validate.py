@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 from weakref import ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,6 +73,8 @@ def is_number(value: Any) -> bool:
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.device.type == "meta":
             return False
         return torch.compiler.is_compiling() or math.isfinite(value.detach())  # compiled, the operator checks
+    if torch.compiler.is_compiling() and isinstance(value, np.ndarray):  # a number of numpy, as the compiler sees it
+        return value.ndim == 0
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     number: Any = value

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -168,6 +169,24 @@ class Block(torch.nn.Module):
 
     def forward(self, q, k, v):
         return ls.attention(q, k, v, self.mask)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_scale_of_numpy_and_flex_attention_without_a_mask(fullgraph):
+    (q, k, v), dout = tensors(13)
+    mask = ls.masks.full()
+
+    def call(q, k, v):
+        scaled = ls.attention(q, k, v, mask, scale=1 / np.sqrt(q.shape[-1]))
+        return scaled + ls.flex_attention(q, k, v)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)
+    for found, expected in zip(
+        torch.autograd.grad(compiled(q, k, v), (q, k, v), dout),
+        torch.autograd.grad(2 * ls.attention(q, k, v, mask), (q, k, v), dout),
+        strict=True,
+    ):
+        assert (found - expected).abs().max() <= LIMIT
 
 
 def test_a_mask_that_a_module_holds_may_be_exchanged():

@@ -232,7 +232,8 @@ def _geometry(
     if int(layout.num_tokens.min()) == 0:
         raise BatchError(
             f"{layout} leaves rank {int(layout.num_tokens.argmin())} without tokens, and transformers' models cannot"
-            f" run on none. Use fewer ranks for {seq_len} tokens, or layout='zigzag'."
+            f" run on none. Use fewer ranks for {seq_len} tokens"
+            + (", or layout='zigzag'." if seq_len >= world_size else ".")
         )
     geometry = whole, layout, {}, {}
     if key is not None:

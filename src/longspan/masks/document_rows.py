@@ -36,6 +36,8 @@ def flat_array(values: ArrayLike, form: str) -> NDArray[Any]:
 def document_edges(lengths: ArrayLike) -> Ints:
     """Return 0 and the end of each document; raise unless `lengths` is a list of token counts."""
     form = "document lengths are a flat list of whole numbers"
+    if isinstance(lengths, set | frozenset | dict):  # in no order
+        raise MaskError(f"{form}, but got a {type(lengths).__name__}.")
     counts = flat_array(lengths, form)
     if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
         raise MaskError(f"{form}, but got an array of shape {counts.shape} and type {counts.dtype}.")
@@ -134,7 +136,7 @@ def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = Mas
         return _of_mask(documents, seq_len, error)
     if hasattr(documents, "tolist"):  # an array, or a tensor on any device
         documents = documents.tolist()
-    if isinstance(documents, str | bytes) or not hasattr(documents, "__len__"):
+    if isinstance(documents, str | bytes | set | frozenset | dict) or not hasattr(documents, "__len__"):
         raise error(
             f"`documents` must be a list of lengths, a list of lengths per batch row, or a mask, but got documents ="
             f" {truncated_repr(documents)}."
