@@ -65,12 +65,19 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def find_tangent(tensors: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor with a forward-mode derivative, if there is one."""
-    if torch.autograd.forward_ad._current_level < 0:
-        return None
-    unpack = torch.autograd.forward_ad.unpack_dual
-    return next((n for n, t in tensors.items() if isinstance(t, Tensor) and unpack(t).tangent is not None), None)
+def find_transformed(tensors: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Return the name of a tensor that has a forward-mode derivative, or that `torch.func` differentiates, and whether
+    it is the former; None if there is none."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        unpack = torch.autograd.forward_ad.unpack_dual
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
+                return name, True
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and torch._C._functorch.is_gradtrackingtensor(tensor):  # type: ignore[attr-defined]
+                return name, False
+    return None
 
 
 def rocm() -> str | None:

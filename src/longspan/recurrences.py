@@ -371,7 +371,7 @@ def _check_scale(scale: float | None, keys: int) -> float:
     from longspan.validate import is_number
 
     if scale is None:
-        return keys**-0.5
+        return keys**-0.5 if keys else 1.0
     if not is_number(scale):
         raise PlanError(f"scale must be one finite number or None, but got {truncated_repr(scale)}.")
     if isinstance(scale, Tensor) and scale.requires_grad:

@@ -95,6 +95,7 @@ def _documents():
         ("rows", [[8], [4, 4]], BatchError, "documents must be", "got 2 lists for 1 batch rows"),
         ("a text", "4 4", LongspanError, "documents = '4 4'", "a list of lengths per batch row, or a mask"),
         ("a number", 8, LongspanError, "documents = 8", "a list of lengths per batch row, or a mask"),
+        ("a set", {3, 1}, LongspanError, "documents = {1, 3}", "a list of lengths per batch row, or a mask"),
         (
             "a function",
             masks.from_mask_mod(lambda b, h, q, kv: q >= kv, 8),

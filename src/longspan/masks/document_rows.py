@@ -6,7 +6,7 @@ Shapes: R batch rows (1 if all rows are equal), S tokens.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -136,7 +136,8 @@ def document_rows(documents: Any, seq_len: int, error: type[LongspanError] = Mas
         return _of_mask(documents, seq_len, error)
     if hasattr(documents, "tolist"):  # an array, or a tensor on any device
         documents = documents.tolist()
-    if isinstance(documents, str | bytes | set | frozenset | dict) or not hasattr(documents, "__len__"):
+    has_order = not isinstance(cast("object", documents), str | bytes | set | frozenset | dict)
+    if not has_order or not hasattr(documents, "__len__"):
         raise error(
             f"`documents` must be a list of lengths, a list of lengths per batch row, or a mask, but got documents ="
             f" {truncated_repr(documents)}."

@@ -35,7 +35,7 @@ from longspan.run.ops import (
     safety_settings,
 )
 from longspan.run.walk import build_once
-from longspan.validate import as_autocast, check_no_tangent, check_plain_numbers, check_sharding
+from longspan.validate import as_autocast, check_derivatives, check_plain_numbers, check_sharding
 
 # -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
 
@@ -164,7 +164,7 @@ def check_tensors(x: Any, weight: Any, bias: Any, activation: Any) -> None:
         raise PlanError(f"the width of weight must be >= 1, but got shape {tuple(weight.shape)}.")
     if activation not in (None, "silu", "swish"):
         raise PlanError(f"activation must be None, 'silu' or 'swish' (the same), but got {activation!r}.")
-    check_no_tangent(x=x, weight=weight, bias=bias)
+    check_derivatives(x=x, weight=weight, bias=bias)
 
 
 def check_plan(plan: Any, weight: Tensor) -> None:

@@ -27,7 +27,7 @@ from longspan.run.program import memory_for
 from longspan.run.relayout import Relayout, moves
 from longspan.run.transports import Loopback, Program
 from longspan.spans import Ints
-from longspan.validate import check_no_tangent, check_plain_numbers, check_sharding
+from longspan.validate import check_derivatives, check_plain_numbers, check_sharding
 from longspan.versions import VERSION
 
 # -- Checks of tensors against each other and the plan -----------------------------------------------------------------
@@ -64,11 +64,18 @@ def check_tensors(operator: str, tensors: Mapping[str, Any], shapes: Shapes) -> 
                     f"{name} of shape {tuple(tensor.shape)}, which is {expected}, has {size} {dim}, but the arguments"
                     f" before it have {sizes[dim]}."
                 )
-    if sizes.get("heads", 0) % sizes.get("key_heads", 1):
+    key_heads = sizes.get("key_heads", 1)
+    if key_heads < 1 or sizes.get("heads", 0) % key_heads:
         raise PlanError(
-            f"heads must be a multiple of key heads, but got {sizes['heads']} heads and {sizes['key_heads']} key heads."
+            f"heads must be a multiple of key heads, at least 1, but got {sizes['heads']} heads and {key_heads} key"
+            f" heads."
         )
-    check_no_tangent(**tensors)
+    check_derivatives(**tensors)
+    if not torch.compiler.is_compiling() and _torch.is_batched(*tensors.values()):
+        raise PlanError(
+            "tensors of a recurrence must not be mapped by torch.vmap, but got one that is. Make the mapped dim part of"
+            " the batch dim: x.flatten(0, 1), and out.unflatten(0, (mapped, batch))."
+        )
     return sizes
 
 

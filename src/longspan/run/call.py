@@ -62,10 +62,10 @@ class Request:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
     """Return the output, or (output, lse) with `return_lse`."""
-    if not torch.compiler.is_compiling() and _torch.is_batched(q, k, v):
+    if not torch.compiler.is_compiling() and _torch.is_batched(q, k, v, request.sinks):
         raise PlanError(
-            "q, k and v must not be mapped by torch.vmap, but got one that is. Make the mapped dim part of the batch"
-            " dim: q.flatten(0, 1), and out.unflatten(0, (mapped, batch))."
+            "q, k, v and sinks must not be mapped by torch.vmap, but got one that is. Make the mapped dim part of the"
+            " batch dim: q.flatten(0, 1), and out.unflatten(0, (mapped, batch))."
         )
     if not isinstance(request.plan_or_mask, (Mask, Plan)):
         request.plan_or_mask = _convert_mask(request.plan_or_mask)

@@ -27,7 +27,7 @@ from longspan.masks.captures import CaptureSnapshot, difference, frozen, tracer_
 from longspan.masks.functions import Elementwise, check_signature
 from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, accumulation_dtype
-from longspan.validate import check_no_tangent
+from longspan.validate import check_derivatives
 
 # -- Captured tensors: find them, and give them gradients --------------------------------------------------------------
 # A tensor that a function uses, that needs a gradient and that was not created inside the call is captured, wherever it
@@ -246,7 +246,7 @@ class Scoring:
             captured, used = find()  # the first call computed something that the function keeps, and reads from now on
         for tensor in used:
             name = f"a tensor of shape {tuple(tensor.shape)} that changes scores"
-            check_no_tangent(**{name: tensor})
+            check_derivatives(**{name: tensor})
             if _torch.is_batched(tensor):
                 raise PlanError(f"{name} must not be mapped by torch.vmap. Call attention in a loop instead.")
         check_captured(captured)

@@ -33,7 +33,7 @@ from longspan.training.loss_without_logits import (
     memory_for,
     refuse_double_backward,
 )
-from longspan.validate import Group, check_no_tangent, is_number
+from longspan.validate import Group, check_derivatives, is_number
 
 
 def token_loss(
@@ -314,7 +314,7 @@ def _check_tensors(caller: str, values: Any, labels: Any, head: Any) -> None:
             raise BatchError(f"{word} must be a tensor, but got {type(value).__name__}. Convert it first.")
         if isinstance(value, DTensor):
             raise BatchError(f"{caller} takes plain tensors, but {word} are a DTensor. Pass their full_tensor().")
-    check_no_tangent(values=values)
+    check_derivatives(values=values)
     if not values.is_floating_point():
         raise BatchError(f"{name} must be floating-point, but have dtype {values.dtype}. Cast them.")
     if labels.dtype not in (torch.int64, torch.uint8):

@@ -25,7 +25,7 @@ from longspan.run.simulated import SimulatedRank
 from longspan.spans import truncated_repr
 from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.validate import Group, as_autocast, check_no_tangent, is_number
+from longspan.validate import Group, as_autocast, check_derivatives, is_number
 
 # -- Labels on the host ------------------------------------------------------------------------------------------------
 # The number of labels decides sizes, which the host must know before it can continue. Reading labels from a device when
@@ -468,7 +468,7 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
     """Prepare hidden states (or logits, without a head) and flat labels for slabs; tokens without a label are left
     out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
-    check_no_tangent(values=values, weight=weight, bias=bias)
+    check_derivatives(values=values, weight=weight, bias=bias)
     if head is not None:  # as nn.Linear under autocast
         values, weight = as_autocast(values), as_autocast(head.weight)
         bias = None if bias is None else as_autocast(bias)

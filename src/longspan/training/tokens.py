@@ -28,7 +28,7 @@ from longspan.training.groups import (
     run_collective,
 )
 from longspan.training.loss_without_logits import sum_gradients
-from longspan.validate import Group, check_no_tangent, check_sharding
+from longspan.validate import Group, check_derivatives, check_sharding
 
 # -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
 # Examples are advantages, log-probabilities of other models, and values. They are sharded as the batch was, and
@@ -143,7 +143,7 @@ class Gathered(torch.autograd.Function):
 def group_and_layout(values: Any, like: Any, group: Group, dim: int, caller: str) -> tuple[dist.ProcessGroup, Layout]:
     """Return the group and the layout of a rank's part, after checking that they fit."""
     layout = cut_of(like, caller).layout
-    check_no_tangent(values=values)
+    check_derivatives(values=values)
     members = process_group(group, caller)
     check_size(layout, members, caller)
     rank = members.rank()
@@ -212,7 +212,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim:
     """
     for layout in (source, target):
         check_layout(layout, "relayout")
-    check_no_tangent(x_local=x_local)
+    check_derivatives(x_local=x_local)
     members = process_group(group, "relayout")
     if (source.seq_len, source.world_size) != (target.seq_len, target.world_size):
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
@@ -332,7 +332,7 @@ def per_token(
     if not isinstance(numbers, Tensor) or numbers.ndim != 1:
         got = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
         raise BatchError(f"numbers must be a tensor with one number per sequence, of one dim, but got {got}.")
-    check_no_tangent(numbers=numbers)
+    check_derivatives(numbers=numbers)
     factor = share_factor(gradients, members, "per_token", numbers)
     rank = 0 if members is None else members.rank()
     index, _ = _index(cut, rank, _rows(cut, len(numbers)))
@@ -385,7 +385,7 @@ def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str)
             f"per_sequence takes one number per token, (batch, tokens) or (tokens,), but the tensor has shape"
             f" {tuple(values.shape)}."
         )
-    check_no_tangent(values=values)
+    check_derivatives(values=values)
     cut.layout._check_size(values, -1, cut.layout.num_slots(rank), f"the shard of rank {rank}")
     check_sharding(cut.layout, values.ndim - 1, values=values)
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != values.shape):
