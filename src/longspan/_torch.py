@@ -73,7 +73,7 @@ def find_transformed(tensors: Mapping[str, Any]) -> tuple[str, bool] | None:
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
                 return name, True
-    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+    elif torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and torch._C._functorch.is_gradtrackingtensor(tensor):  # type: ignore[attr-defined]
                 return name, False

@@ -335,7 +335,7 @@ def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_
         raise PlanError(
             f"document {int(long[0])} has {int(sizes[long[0]])} tokens, and {len(long)} documents are longer than the"
             f" {limit} of a group's micro-batch or of a step. Use more ranks (of a group), a larger tokens_per_rank or"
-            f" tokens_per_step, or too_long = 'cut'."
+            f" tokens_per_step, or too_long='cut'."
         )
     if len(long) and labels is not None:
         raise PlanError(
