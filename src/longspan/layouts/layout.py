@@ -206,6 +206,15 @@ class Layout:
         """Return the number of padding slots of the rank."""
         return self.num_slots(rank) - int(self.num_tokens[rank])
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether some rank has padding slots.
+
+        >>> contiguous(7, 2, equal_tokens=True).has_padding, contiguous(7, 2).has_padding
+        (True, False)
+        """
+        return self.local_len is not None and self.local_len * self.world_size != self.seq_len
+
     def num_slots(self, rank: int) -> int:
         """Return the number of slots of the rank: its tokens, and padding after them.
 

@@ -36,8 +36,6 @@ def flat_array(values: ArrayLike, form: str) -> NDArray[Any]:
 def document_edges(lengths: ArrayLike) -> Ints:
     """Return 0 and the end of each document; raise unless `lengths` is a list of token counts."""
     form = "document lengths are a flat list of whole numbers"
-    if isinstance(lengths, set | frozenset | dict):  # in no order
-        raise MaskError(f"{form}, but got a {type(lengths).__name__}.")
     counts = flat_array(lengths, form)
     if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
         raise MaskError(f"{form}, but got an array of shape {counts.shape} and type {counts.dtype}.")

@@ -218,13 +218,10 @@ class Elementwise:
         for dim, size in enumerate(shape):
             for start, stop in ((0, size // 2), (size // 2, size)) if size > 1 else ():
                 axis = dim - len(shape)
-                half = [
-                    a.narrow(axis, start, stop - start)
-                    if _is_tensor(a) and a.ndim >= -axis and a.shape[axis] > 1
-                    else a
-                    for a in arguments
-                ]
-                half = [a.clone() if _is_tensor(a) else a for a in half]
+                half = [a.clone() if _is_tensor(a) else a for a in arguments]  # it may work in place
+                for i, a in enumerate(half):
+                    if _is_tensor(a) and a.ndim >= -axis and a.shape[axis] > 1:
+                        half[i] = a.narrow(axis, start, stop - start)
                 expected = whole.narrow(dim, start, stop - start)
                 if not torch.isclose(torch.as_tensor(self.function(*half)), expected, equal_nan=True).all():
                     name = getattr(self.function, "__name__", type(self.function).__name__)

@@ -194,7 +194,7 @@ def _length(tensor: Any, dim: Any) -> int:
 
 
 def _check_no_padding(layout: Layout) -> None:
-    if layout.local_len is not None and layout.local_len * layout.world_size != layout.seq_len:
+    if layout.has_padding:
         raise LayoutError(
             f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
             f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."

@@ -219,8 +219,7 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim:
     check_size(source, members, "relayout")
     source._check_size(x_local, dim, source.num_slots(members.rank()), f"the shard of rank {members.rank()}")
     check_sharding(source, dim % x_local.ndim, x_local=x_local)
-    has_padding = source.local_len is not None and source.local_len * source.world_size != source.seq_len
-    if source == target and not has_padding:
+    if source == target and not source.has_padding:
         return x_local
     if isinstance(members, SimulatedRank):
         return members.meet("relayout", x_local, lambda parts: _shards(source.unshard(parts, dim), target, dim))
