@@ -215,7 +215,7 @@ def ring_run(problem: Problem, rank: int) -> Run:
     needs eighty such packs. A test compares this with the planner's own steps.
     """
     layout, size, docs = problem.layout, problem.layout.world_size, _documents(problem)
-    bands = problem.rank_bands(problem.lanes[0].parts[0], rank)[0]
+    bands = problem.lanes[0].parts[0].queries.bands(rank)[0]
     calls: list[Call] = []
     moved: list[tuple[float, float]] = []
     for i in range(size):

@@ -331,3 +331,12 @@ def test_a_default_device_does_not_matter():
 def test_a_mesh_is_on_cpus_where_there_is_no_gpu():
     """Also with a PyTorch for CUDA, which is what `pip install torch` brings."""
     assert pool(2).run(training_work.device_of_mesh) == ["cpu", "cpu"]
+
+
+@pytest.mark.timeout(180)
+def test_plans_that_workers_of_a_loader_made(tmp_path):
+    script = Path(__file__).parent / "loader_script.py"
+    done = torchrun(["--nproc-per-node", "2", str(script)], tmp_path, timeout=150)
+    assert done.status == 0, done.report()
+    assert done.out.count("rank 0 batch") == done.out.count("rank 1 batch") == 30
+    assert re.search(r"batch \d*[6-9] (all_to_all|hybrid)", done.out), "auto must choose a scheme that cuts heads"

@@ -195,7 +195,7 @@ def rows_of_another_plane(patch):
     """Rows are remembered without their planes, so that all heads get those of the first."""
 
     def once(self, lane, make, *more):
-        return self.known.setdefault((make.__name__, *more), (make(lane),))[0]
+        return self.known.setdefault((make.__name__, *more), make(lane))
 
     patch.setattr(Problem, "_once", once)
 

@@ -1,6 +1,8 @@
 """plan(): named schemes obeyed or refused, auto tells, figures are those of the schedule, values stay values."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -178,3 +180,53 @@ def test_plans_of_equal_masks_have_their_own_fingerprints():
     plans = [ls.plan(mask, layout, **sizes) for mask in pair]
     assert [plan.mask.fingerprint for plan in plans] == [mask.fingerprint for mask in pair]
     assert ls.plan(pair[0], layout, **sizes) is plans[0]
+
+
+# -- plans that travel: through a DataLoader's workers, in a copy ------------------------------------------------------
+
+
+def every_third(b, h, q, kv):
+    return (kv <= q) & ((q - kv) % 3 == 0)
+
+
+TRAVELLERS = {
+    "documents": ls.masks.documents([150, 90, 16]) & ls.masks.causal(),
+    "per head": ls.masks.per_head(*[ls.masks.sliding_window(n, 256) for n in (3, 40, 40, 90)]),
+    "per row": ls.masks.per_row(ls.masks.causal(256), ls.masks.documents([150, 106])),
+    "function": ls.masks.from_mask_mod(every_third, 256),
+}
+SCHEMES = [
+    "ring",
+    "exchange",
+    "all_gather",
+    "staged",
+    "all_to_all",
+    "hybrid(2,ring)",
+    "hybrid(2,exchange)",
+    "hybrid(2,staged)",
+    "auto",
+]
+
+
+def copies_of(value):
+    return [pickle.loads(pickle.dumps(value)), copy.deepcopy(value)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_copied_plans_are_equal_and_compute_the_same(name, scheme):
+    sizes = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "batch": 2, "dtype": "float64"}
+    plan = ls.plan(TRAVELLERS[name], ls.layouts.zigzag(256, 4), scheme=scheme, **sizes)
+    copies = copies_of(plan)
+    text = str(plan)  # prices the plan, without the steps of most ranks
+    copies += copies_of(plan)
+    generator = torch.Generator().manual_seed(5)
+    q, dout = torch.randn(2, 2, 4, 256, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 256, 8, generator=generator, dtype=torch.float64)
+    expected = run_loopback(plan, q, k, v, dout)
+    for other in [*copies, *copies_of(plan), *copies_of(copies[0])]:
+        assert other is not plan
+        assert all(map(torch.equal, run_loopback(other, q, k, v, dout), expected))
+        assert (str(other), other.fingerprint) == (text, plan.fingerprint)
+        for direction in ("forward", "backward"):
+            assert other.schedule(direction).text() == plan.schedule(direction).text()

@@ -34,9 +34,9 @@ from longspan.spans import (
 )
 
 # -- Tensors that remember their layout --------------------------------------------------------------------------------
-# The layout of a tensor that `Layout.shard` returned is recorded by the tensor's identity as long as it lives: a plan
-# over another layout of the same sequence may have the same number of slots, but for other tokens. Nothing is stored on
-# the tensor, so it is saved, pickled and compiled like any other. Tensors computed from it have no known layout.
+# A tensor that `Layout.shard` returned has its layout as an attribute: a plan over another layout of the same sequence
+# may have the same number of slots, but for other tokens. Tensors computed from it, copied or loaded have no known
+# layout.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ class Carried:
     dim: int
     version: int
     """The tensor's version counter when it was recorded; later writes may have put other tokens into it."""
+    tensor: ref[Any]
 
-
-_known: dict[int, tuple[ref[Any], Carried]] = {}
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()  # `torch.load(weights_only=True)` must load a tensor that was saved with its attributes
 
 
 def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
-    """Record the layout of a new tensor until the tensor is freed.
+    """Record the layout of a new tensor on it.
 
     >>> class Tensor: pass
     >>> x = Tensor()
@@ -63,14 +64,13 @@ def remember(x: Any, layout: Any, dim: int, version: int = 0) -> None:
     >>> carried_layout_of(Tensor()) is None
     True
     """
-    key = id(x)
-    _known[key] = ref(x, lambda _: _known.pop(key, None)), Carried(layout, dim, version)
+    x._longspan_layout = Carried(layout, dim, version, ref(x))
 
 
 def carried_layout_of(x: Any) -> Carried | None:
     """Return how a tensor was cut, or None if that is not known."""
-    entry = _known.get(id(x))
-    return entry[1] if entry is not None and entry[0]() is x else None
+    known = getattr(x, "_longspan_layout", None)
+    return known if isinstance(known, Carried) and known.tensor() is x else None
 
 
 def other_tokens(one: Any, other: Any) -> bool:

@@ -144,7 +144,7 @@ def _kernels(problem: Problem, layer: Layer, machine: Machine) -> KernelTable:
         keys = keys[first]
         keys[:, 1] = stops
         for part in lane.parts:
-            pieces, rank = problem.rank_pieces(part)
+            pieces, rank = part.queries.pieces
             shift = (rank * (seq_len + 1))[:, None]
             # Queries and keys of a rank are moved by the same distance, so that bounds of q - kv stay.
             cut = bd.tighten(cells(np.column_stack((pieces[:, :4] + shift, pieces[:, 4:])), keys))

@@ -22,7 +22,7 @@ from longspan.masks import bands as bd
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received_bytes
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
-from longspan.planning.problem import Chunks, Lane, Part, Problem, cells, cut_to_rows, lanes_of
+from longspan.planning.problem import Chunks, Lane, Part, Problem, Queries, cells, cut_to_rows, lanes_of
 from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
 from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line, union
 
@@ -225,7 +225,7 @@ class Slices:
             return (None,) * self.heads  # whole heads under one plane
         return tuple(
             tuple(
-                (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), id(p.plane), id(p.q_rows)) for p in lane.parts))
+                (lane.batch, len(lane.kv_heads), tuple((len(p.q_heads), p.queries) for p in lane.parts))
                 for lane in self.slice(number).lanes
             )
             for number in range(self.heads)
@@ -240,7 +240,7 @@ class Slices:
     def _whole(self) -> Problem:
         """All heads over the groups. No slice needs more rows, so all slices use its number of stages."""
         lanes = [
-            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, p.plane, self.groups.table) for p in lane.parts))
+            Lane(lane.batch, lane.kv_heads, tuple(Part(p.q_heads, self._of_groups[p.queries]) for p in lane.parts))
             for lane in self.problem.lanes
         ]
         node, size = self.problem.node, self.problem.layout.world_size
@@ -256,14 +256,19 @@ class Slices:
         )
 
     @cached_property
-    def _pairs(self) -> dict[int, int]:
-        """The number of pairs of every plane, by the plane's id."""
-        planes = {id(part.plane): part.plane for lane in self.problem.lanes for part in lane.parts}
-        return {number: int(bd.area(plane.region).sum()) for number, plane in planes.items()}
+    def _of_groups(self) -> dict[Queries, Queries]:
+        """The problem's queries with the query rows of whole groups."""
+        distinct = dict.fromkeys(part.queries for lane in self.problem.lanes for part in lane.parts)
+        return {queries: Queries(queries.plane, self.groups.table) for queries in distinct}
+
+    @cached_property
+    def _pairs(self) -> dict[Queries, int]:
+        """The number of pairs of every plane."""
+        return {queries: int(bd.area(queries.plane.region).sum()) for queries in self._of_groups}
 
     def _share(self, base: list[Part], number: int) -> list[Part]:
         """Return the slice's share of parts in head order: whole heads, and query rows of heads that slices share."""
-        weight = [self._pairs[id(part.plane)] for part in base]
+        weight = [self._pairs[part.queries] for part in base]
         if not any(weight):  # a mask without pairs: any even cut is fine
             weight = [1] * len(base)
         whole = sum(w * len(part.q_heads) for w, part in zip(weight, base, strict=True))
@@ -278,11 +283,12 @@ class Slices:
                 continue
             head, first = part.q_heads.start, low // one
             for i in range(first, -(-high // one)):
-                rows = self.groups.table
+                queries = self._of_groups[part.queries]
                 if low > i * one or high < (i + 1) * one:  # a part of this head
                     ends = max(low - i * one, 0), min(high - i * one, one)
                     rows = self._share_of_rows(part.plane, *(Fraction(end, one) for end in ends))
-                parts.append(Part(Span(head + i, head + i + 1), part.plane, rows))
+                    queries = Queries(part.plane, rows)
+                parts.append(Part(Span(head + i, head + i + 1), queries))
         return parts
 
     def _share_of_rows(self, plane: Plane, first: Fraction, last: Fraction) -> Ints:
@@ -391,7 +397,7 @@ def _slice_inputs(slices: Slices, taker: int) -> list[tuple[Role, Ints, Span, Sp
     problem = slices.slice(number)
     inputs: list[tuple[Role, Ints, Span, Span | None]] = []
     for lane in problem.lanes:
-        inputs += [(Role.Q, problem.attending(part, group), part.q_heads, lane.batch) for part in lane.parts]
+        inputs += [(Role.Q, part.queries.attending(group), part.q_heads, lane.batch) for part in lane.parts]
         is_alone = slices.groups.world_size == 1
         rows = problem.needed_rows(lane) if is_alone else problem.held_rows(group)
         inputs.append((Role.KV, rows, lane.kv_heads, lane.batch))
@@ -521,7 +527,7 @@ def gathered_rows(slices: Slices, problem: Problem) -> tuple[Ints, Ints]:
             kv += lane.weight(problem.sizes) * layout.num_tokens
         for part in lane.parts:
             # (start, stop, group) of the query rows that attend to anything
-            attending = bd.tighten(np.column_stack(problem.rank_pieces(part)))[:, [bd.Q0, bd.Q1, 6]]
+            attending = bd.tighten(np.column_stack(part.queries.pieces))[:, [bd.Q0, bd.Q1, 6]]
             batch = lane.weight(problem.sizes) // len(lane.kv_heads)
             add_held(q, len(part.q_heads) * batch, by_taker(attending, seq_len))
     return q, kv

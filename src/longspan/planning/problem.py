@@ -19,6 +19,7 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
+from longspan.masks.captures import ByIdentity
 from longspan.planning.fetch import STAGES, Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes
 from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join, union
@@ -103,14 +104,53 @@ class Chunks:
 # -- Lanes, parts and the problem --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """A plane and the query rows that each rank computes; parts of different heads share one, and what it caches."""
+
+    plane: Plane
+    rows: Ints
+    """(start, stop, rank), by rank and position."""
+
+    @cached_property
+    def pieces(self) -> tuple[Ints, Ints]:
+        """The plane's bands in the query rows of all ranks, and the rank of each."""
+        rows = by_position(self.rows)
+        pieces, row = cut_to_rows(self.plane.region, rows)
+        return pieces, rows[row, 2]
+
+    @cached_property
+    def _bands(self) -> dict[int, tuple[Ints, Ints]]:
+        return {}
+
+    def bands(self, rank: int) -> tuple[Ints, Ints]:
+        """Return the plane's sure and maybe bands in the query rows that the rank computes."""
+        if rank not in self._bands:
+            mine = self.rows[self.rows[:, 2] == rank][:, :2]
+            self._bands[rank] = cut_to_rows(self.plane.sure, mine)[0], cut_to_rows(self.plane.maybe, mine)[0]
+        return self._bands[rank]
+
+    @cached_property
+    def _attending(self) -> dict[int, Ints]:
+        return {}
+
+    def attending(self, rank: int) -> Ints:
+        """Return the (start, stop) query rows that the rank computes, without those that attend to nothing."""
+        if rank not in self._attending:
+            self._attending[rank] = union(bd.tighten(np.concatenate(self.bands(rank)))[:, :2])
+        return self._attending[rank]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Query heads that share a plane, and the query rows that each rank computes."""
+    """Query heads that share a plane and query rows."""
 
     q_heads: Span
-    plane: Plane
-    q_rows: Ints
-    """(start, stop, rank), by rank and position."""
+    queries: Queries
+
+    @property
+    def plane(self) -> Plane:
+        return self.queries.plane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +186,8 @@ class Problem:
     chunks: Chunks | None = None
     """Chunks in which to compute, so that any number of ranks computes the same bits; None: no chunks."""
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
-    """Rows by what they depend on. Problems made by `replace`, such as the slices of a hybrid, share it."""
+    """Rows by what they depend on other than the layout. Problems made by `replace`, such as the slices of a hybrid,
+    share it. Keys are values or objects, not their `id()`, which differs after pickling."""
 
     @staticmethod
     def make(
@@ -182,10 +223,10 @@ class Problem:
 
     def _once(self, lane: Lane, make: Callable[[Lane], X], *more: object) -> X:
         """Return what `make` returns for the lane, computed once for all lanes of the same planes and query rows."""
-        key = (make.__name__, *more, id(self.layout), *((id(part.plane), id(part.q_rows)) for part in lane.parts))
+        key = (make.__name__, *more, *(part.queries for part in lane.parts))
         if key not in self.known:
-            self.known[key] = make(lane), self.layout, lane  # which must live as long as their ids are used
-        return self.known[key][0]
+            self.known[key] = make(lane)
+        return self.known[key]
 
     def needed_rows(self, lane: Lane) -> Ints:
         """Return (start, stop, rank) of all K/V rows that each rank's queries need, by rank and position, disjoint."""
@@ -194,7 +235,7 @@ class Problem:
     def _needed_rows(self, lane: Lane) -> Ints:
         needed: list[Ints] = []
         for part in lane.parts:
-            pieces, rank = self.rank_pieces(part)
+            pieces, rank = part.queries.pieces
             start = np.maximum(pieces[:, bd.K0], pieces[:, bd.Q0] - pieces[:, bd.HI])
             stop = np.minimum(pieces[:, bd.K1], pieces[:, bd.Q1] - pieces[:, bd.LO])
             needed.append(np.stack((start, stop, rank), axis=1))
@@ -281,16 +322,16 @@ class Problem:
         for lane in self.lanes:
             rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
-                pieces, rank = self.rank_pieces(part)
+                pieces, rank = part.queries.pieces
                 np.add.at(pairs, rank, bd.area(pieces) * float(len(part.q_heads) * rows))
         return pairs
 
     def held_rows(self, rank: int) -> Ints:
         """Return the rank's (start, stop) rows, sorted by position."""
-        key = "held", id(self.layout), rank
+        key = "held", rank
         if key not in self.known:
-            self.known[key] = by_position(self.layout.span_table(rank)), self.layout
-        return self.known[key][0]
+            self.known[key] = by_position(self.layout.span_table(rank))
+        return self.known[key]
 
     @cached_property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
@@ -308,7 +349,7 @@ class Problem:
         parts = [(lane, part, rows) for lane, rows in zip(self.lanes, arrived, strict=True) for part in lane.parts]
         for lane, part, kv_rows in parts:
             # All steps of a part at once: a ring has as many as there are ranks.
-            tight = [bd.tighten(cells(bands, kv_rows)) for bands in self.rank_bands(part, rank)]
+            tight = [bd.tighten(cells(bands, kv_rows)) for bands in part.queries.bands(rank)]
             sure, maybe = (rows[np.argsort(rows[:, STEP], kind="stable")] for rows in tight)
             both = np.concatenate((sure, maybe))
             q, kv = (by_taker(both[:, columns], seq_len) for columns in ((bd.Q0, bd.Q1, STEP), (bd.K0, bd.K1, STEP)))
@@ -326,32 +367,6 @@ class Problem:
                 bands = sure_bands[sure0:sure1], maybe_bands[maybe0:maybe1]
                 computes[step].append(Compute(rank, queries, keys, *bands))
         return computes
-
-    def rank_pieces(self, part: Part) -> tuple[Ints, Ints]:
-        """Return the plane's bands in the query rows of all ranks, and the rank of each."""
-        key = id(part.plane), id(part.q_rows)
-        if key not in self.known:
-            q_rows = by_position(part.q_rows)
-            pieces, row = cut_to_rows(part.plane.region, q_rows)
-            self.known[key] = pieces, q_rows[row, 2], part  # which must live as long as its ids are used
-        return self.known[key][:2]
-
-    def rank_bands(self, part: Part, rank: int) -> tuple[Ints, Ints]:
-        """Return the plane's sure and maybe bands in the query rows that the rank computes."""
-        key = id(part.plane), id(part.q_rows), rank
-        if key not in self.known:
-            mine = part.q_rows[part.q_rows[:, 2] == rank][:, :2]
-            bands = (cut_to_rows(rows, mine)[0] for rows in (part.plane.sure, part.plane.maybe))
-            self.known[key] = *bands, part  # which must live as long as its ids are used
-        return self.known[key][:2]
-
-    def attending(self, part: Part, rank: int) -> Ints:
-        """Return the (start, stop) query rows that the rank computes, without those that attend to nothing."""
-        key = "attending", id(part.plane), id(part.q_rows), rank
-        if key not in self.known:
-            bands = bd.tighten(np.concatenate(self.rank_bands(part, rank)))
-            self.known[key] = union(bands[:, :2]), part
-        return self.known[key][0]
 
 
 def cut_to_rows(bands: Ints, q_rows: Ints) -> tuple[Ints, Ints]:
@@ -392,12 +407,13 @@ def _row_groups(mask: Mask) -> Iterator[tuple[Span | None, int]]:
 
 
 def _lanes(mask: Mask, batch: Span | None, row: int, layout: Layout, sizes: Sizes) -> Iterator[Lane]:
-    q_rows = layout.table[np.lexsort((layout.table[:, 0], layout.table[:, 2]))]
+    rows = layout.table[np.lexsort((layout.table[:, 0], layout.table[:, 2]))]
+    queries = {ByIdentity(plane): Queries(plane, rows) for plane in mask.grid[row]}
     if mask.num_heads == 1:
-        part = Part(Span(0, sizes.q_heads), mask.plane(row, 0), q_rows)
+        part = Part(Span(0, sizes.q_heads), queries[ByIdentity(mask.plane(row, 0))])
         yield Lane(batch, Span(0, sizes.kv_heads), (part,))
         return
-    parts = [Part(Span(h, h + 1), mask.plane(row, h), q_rows) for h in range(sizes.q_heads)]
+    parts = [Part(Span(h, h + 1), queries[ByIdentity(plane)]) for h, plane in enumerate(mask.grid[row])]
     yield from lanes_of(parts, batch, sizes)
 
 
@@ -405,7 +421,7 @@ def lanes_of(parts: list[Part], batch: Span | None, sizes: Sizes) -> Iterator[La
     """Yield the fewest lanes for parts of single heads, in head order: equal neighbours are joined."""
 
     def can_join(a: Part, b: Part) -> bool:
-        return a.q_heads.stop == b.q_heads.start and a.plane is b.plane and a.q_rows is b.q_rows
+        return a.q_heads.stop == b.q_heads.start and a.queries is b.queries
 
     def is_whole(lane: Lane) -> bool:
         """Whether one part has all query heads of the lane, so that joined neighbours stay aligned with their keys."""
@@ -416,17 +432,17 @@ def lanes_of(parts: list[Part], batch: Span | None, sizes: Sizes) -> Iterator[La
         head = part.q_heads.start
         while head < part.q_heads.stop:  # cut the part where the key/value head changes
             stop = min((head // sizes.group + 1) * sizes.group, part.q_heads.stop)
-            piece = Part(Span(head, stop), part.plane, part.q_rows)
+            piece = Part(Span(head, stop), part.queries)
             mine = by_kv.setdefault(head // sizes.group, [])
             if mine and can_join(mine[-1], piece):
-                piece = Part(Span(mine.pop().q_heads.start, stop), piece.plane, piece.q_rows)
+                piece = Part(Span(mine.pop().q_heads.start, stop), piece.queries)
             mine.append(piece)
             head = stop
     run: Lane | None = None
     for head, mine in sorted(by_kv.items()):
         lane = Lane(batch, Span(head, head + 1), tuple(mine))
         if run and run.kv_heads.stop == head and is_whole(run) and is_whole(lane) and can_join(run.parts[0], mine[0]):
-            joined = Part(Span(run.parts[0].q_heads.start, mine[0].q_heads.stop), mine[0].plane, mine[0].q_rows)
+            joined = Part(Span(run.parts[0].q_heads.start, mine[0].q_heads.stop), mine[0].queries)
             run = Lane(batch, Span(run.kv_heads.start, head + 1), (joined,))
             continue
         if run:
