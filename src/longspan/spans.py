@@ -97,24 +97,6 @@ def parse_number(text: str, form: str, within: str, error: type[LongspanError] =
     return int(text)
 
 
-MAX_TEXT = 64 << 20
-
-
-def check_text(text: object, kind: str, error: type[LongspanError]) -> str:
-    """Return the text if `text()` of something could have written it: printable ASCII of bounded size."""
-    if not isinstance(text, str):
-        raise error(f"{kind} text must be a str, but got {type(text).__name__}. Decode or print it first.")
-    if len(text) > MAX_TEXT:
-        raise error(f"{kind} text has {len(text)} characters; the limit is {MAX_TEXT}.")
-    if not text.isascii() or not text.replace("\n", "").isprintable():
-        place = next(i for i, c in enumerate(text) if c != "\n" and not (c.isascii() and c.isprintable()))
-        raise error(
-            f"{kind} text must be printable ASCII with line breaks, as text() writes it, but has {text[place]!r} at"
-            f" character {place}."
-        )
-    return text
-
-
 def as_spans(rows: Ints) -> tuple[Span, ...]:
     """Return the rows of an `(n, 2)` array as spans."""
     return tuple(Span(start, stop) for start, stop in rows.tolist())

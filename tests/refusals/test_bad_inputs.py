@@ -14,7 +14,7 @@ import torch
 import longspan
 from longspan import LongspanError, layouts, masks
 
-TABLES = ("words", "masks", "layouts", "plans", "calls", "convolutions", "training", "torch", "text")
+TABLES = ("words", "masks", "layouts", "plans", "calls", "convolutions", "training", "torch")
 ROWS = [
     (table, row) for table in TABLES for row in importlib.import_module(f"tests.refusals.bad_inputs_{table}").rows()
 ]

@@ -7,7 +7,6 @@ import torch
 
 import longspan as ls
 from longspan.mixers.scan_run import LocalSegments, RankScan
-from longspan.planning.scan_steps import parse_scan
 from tests.rank_threads import MeetingPoint
 from tests.spread_cases import (
     FORMS,
@@ -35,14 +34,11 @@ def checked(p, plan, **more):
 @pytest.mark.share(5)
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
 def test_ranks_compute_what_one_device_would(first):
-    """Output and every gradient; and each plan is proven, and read back from its text."""
+    """Output and every gradient; and each plan is proven."""
     for seed in range(first, first + BLOCK):
         p = problem(seed)
         plan = p.plan()
         plan.validate()
-        for direction in ("forward", "backward"):
-            schedule = plan.schedule(direction)
-            assert parse_scan(schedule.text()).text() == schedule.text(), p
         checked(p, plan)
 
 

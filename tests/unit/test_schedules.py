@@ -1,4 +1,4 @@
-"""Schedules: thousands of random plans proved, closed forms, text form, passes, simulator."""
+"""Schedules: thousands of random plans proved, closed forms, passes, simulator."""
 
 import importlib.util
 from dataclasses import replace
@@ -12,7 +12,6 @@ from longspan.errors import PlanError, ScheduleError
 from longspan.planning import MACHINES, Piece, Problem, Role, Sizes, Step, backward, scheme, simulate, table, validate
 from longspan.planning.cost import live_bytes
 from longspan.planning.machine import rank_seconds
-from longspan.planning.steps import parse_schedule
 from longspan.spans import Span
 from tests.cases import random_case
 from tests.pruning import prune
@@ -41,19 +40,8 @@ def test_random_plans_are_proved(chunk):
                 pruned = prune(forward)
                 validate(pruned, case.mask)
                 validate(backward(pruned, keep=False), case.mask)
-                assert parse_schedule(forward.text()) == forward
         except Exception as error:
             raise AssertionError(f"seed {seed}: {case}\n{error}") from error
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_text_form_parses_back(name):
-    mask = masks.per_row(masks.documents([20, 44]), masks.causal(64)) & masks.from_mask_mod(
-        lambda b, h, q, k: q != k + 1
-    )
-    forward = made(name, mask, layouts.zigzag(64, 4), replace(SIZES, batch=2))
-    for schedule in (forward, backward(forward, keep=False), backward(forward, keep=True)):
-        assert parse_schedule(schedule.text()) == schedule
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -206,7 +194,6 @@ def test_early_messages_are_due_a_step_later(name):
     mask = masks.causal(512)
     for schedule in both_directions(name, mask):
         assert {t.early for _, t in schedule.transfers()} == {0, 1}
-        assert parse_schedule(schedule.text()) == schedule
         validate(schedule, mask)
 
 
@@ -442,12 +429,6 @@ def test_large_batches_are_cut_alike_at_both_ends():
         (
             lambda: backward(backward(made("ring", masks.causal(), layouts.zigzag(64, 4)), keep=True), keep=True),
             "already",
-        ),
-        (lambda: parse_schedule("plan x"), "begins 'schedule"),
-        (lambda: Piece.parse("kv 0:4"), "written role"),
-        (
-            lambda: parse_schedule(made("ring", masks.causal(), layouts.zigzag(64, 2)).text().replace("until", "til")),
-            "line",
         ),
     ],
 )

@@ -27,8 +27,6 @@ from longspan.spans import (
     Span,
     as_spans,
     check_int,
-    check_text,
-    parse_number,
     run_table,
     truncated_repr,
 )
@@ -314,37 +312,17 @@ class Layout:
             )
 
     def text(self) -> str:
-        """Return a text that `Layout.parse` reads back."""
+        """Return the layout as text: a line for each rank.
+
+        >>> print(zigzag(8, 2).text())
+        layout zigzag seq_len=8 world_size=2
+        0: 0:2 6:8
+        1: 2:6
+        """
         slots = "" if self.local_len is None else f" local_len={self.local_len}"
         lines = [f"layout {self.name} seq_len={self.seq_len} world_size={self.world_size}{slots}"]
         lines += [f"{rank}: {' '.join(map(repr, self.spans(rank)))}".rstrip() for rank in range(self.world_size)]
         return "\n".join(lines)
-
-    @staticmethod
-    def parse(text: str) -> Layout:
-        """Parse the output of `text`.
-
-        >>> Layout.parse(zigzag(8, 2).text()) == zigzag(8, 2)
-        True
-        """
-        head, *lines = check_text(text, "a layout", LayoutError).strip("\n").split("\n")
-        form = "a layout text begins 'layout NAME seq_len=N world_size=N'"
-        words = head.split(" ")
-        fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
-        needed = {"seq_len", "world_size"}
-        has_fields = needed <= fields.keys() <= needed | {"local_len"} and len(words) == len(fields) + 2
-        if words[0] != "layout" or not has_fields:
-            raise LayoutError(f"{form}, but got {truncated_repr(head)}.")
-        counts = {name: parse_number(value, form, head, LayoutError) for name, value in fields.items()}
-        if len(lines) != counts["world_size"]:
-            raise LayoutError(f"the text is for {counts['world_size']} ranks, but has lines for {len(lines)}.")
-        spans: list[list[Span]] = []
-        for rank, line in enumerate(lines):
-            label, colon, rest = line.partition(":")
-            if label != str(rank) or not colon:
-                raise LayoutError(f"line {rank + 2} of a layout text begins '{rank}:', but got {truncated_repr(line)}.")
-            spans.append([Span.parse(word) for word in rest.split()])
-        return Layout.from_spans(counts["seq_len"], spans, name=words[1], local_len=counts.get("local_len"))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -27,9 +27,11 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
 
     Rank 1 of the example above, forward and backward:
 
-    >>> fetched = Transfer.parse("0>1 kv[0:4]h0:1 until 1 again")
-    >>> own = Compute.parse("compute q[4:8]h0:1 kv[4:8]h0:1 : 4:8x4:8/0..", rank=1)
-    >>> remote = Compute.parse("compute q[4:8]h0:1 kv[0:4]h0:1 : 4:8x0:4", rank=1)
+    >>> head, first, last = Span(0, 1), (Span(0, 4),), (Span(4, 8),)
+    >>> q, kv = Piece(Role.Q, last, head), Piece(Role.KV, last, head)
+    >>> fetched = Transfer(0, 1, Piece(Role.KV, first, head), until=1)
+    >>> own = Compute(1, q, kv, (Band.parse("4:8x4:8/0.."),))
+    >>> remote = Compute(1, q, fetched.piece, (Band.parse("4:8x0:4"),))
     >>> steps = (Step((fetched,), (own,)), Step((), (remote,)))
     >>> for number, step in enumerate(reverse(steps, 1, keep=False)[0]):
     ...     print(number, step.transfers, [compute.bands for compute in step.computes])

@@ -172,7 +172,8 @@ def transpose_steps(steps: tuple[ScanStep, ...]) -> tuple[ScanStep, ...]:
     """Return one rank's backward steps from its forward steps.
 
     >>> from longspan.planning.scan_steps import Fold
-    >>> state, mapped, whole = map(ChainPiece.parse, ("state[0:1]c0b0:1", "map[1:2]c0b0:1", "state[0:2]c0b0:1"))
+    >>> from longspan.spans import Span
+    >>> state, mapped, whole = (ChainPiece.of(0, *ends, Span(0, 1)) for ends in ((0, 1), (1, 2), (0, 2)))
     >>> came = StateTransfer(0, 1, state, 2)
     >>> went = StateTransfer(1, 2, whole, 2)
     >>> for step in transpose_steps((ScanStep((came,)), ScanStep((went,), (Fold(1, state, mapped),)), ScanStep())):

@@ -1,4 +1,4 @@
-"""Schedules of scans as data: pieces of chains, folds, transfers and steps, with a text form that parses back.
+"""Schedules of scans as data: pieces of chains, folds, transfers and steps, with a text form.
 
 `Chains` lists the segments of every document on a layout. `Draft` holds the folds and transfers of all ranks as rows of
 numbers while a planner writes them.
@@ -17,8 +17,8 @@ import numpy as np
 
 from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
-from longspan.planning.steps import AnySchedule, parse_text
-from longspan.spans import Ints, Span, check_int, parse_number, run_table, truncated_repr
+from longspan.planning.steps import AnySchedule
+from longspan.spans import Ints, Span, check_int, run_table
 
 # -- Pieces, folds, transfers and steps --------------------------------------------------------------------------------
 # The tokens of a document that lie together on a rank are a *segment*, and the segments of a document in order are its
@@ -125,23 +125,6 @@ class ChainPiece:
     def __repr__(self) -> str:
         return f"{self.role}[{self.start}:{self.stop}]c{self.chain}b{self.batch}"
 
-    @staticmethod
-    def parse(text: str) -> ChainPiece:
-        """Parse the output of `repr`.
-
-        >>> ChainPiece.parse("state[0:3]c0b0:1")
-        state[0:3]c0b0:1
-        """
-        form = "a piece of a chain is written ROLE[FIRST:END]cCHAINbROWS, as in map[1:3]c0b0:1"
-        role, _, rest = text.partition("[")
-        segments, _, rest = rest.partition("]c")
-        chain, _, batch = rest.partition("b")
-        if role not in set(ScanRole) or not batch:
-            raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
-        span = Span.parse(segments)
-        number = parse_number(chain, form, text, ScheduleError)
-        return ChainPiece(ScanRole(role), number, span.start, span.stop, Span.parse(batch))
-
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -158,14 +141,6 @@ class Fold:
 
     def __repr__(self) -> str:
         return f"fold {self.left!r} {self.right!r}"
-
-    @staticmethod
-    def parse(text: str, rank: int) -> Fold:
-        """Parse the output of `repr`."""
-        words = text.removeprefix("fold ").split(" ")
-        if len(words) != 2:
-            raise ScheduleError(f"a fold is written fold LEFT RIGHT, but got {truncated_repr(text)}.")
-        return Fold(rank, *map(ChainPiece.parse, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +161,6 @@ class StateTransfer:
     def __repr__(self) -> str:
         return f"{self.src}>{self.dst} {self.piece!r}"
 
-    @staticmethod
-    def parse(text: str, until: int) -> StateTransfer:
-        """Parse the output of `repr`."""
-        form = "a transfer of states is written SRC>DST PIECE"
-        ends, _, piece = text.partition(" ")
-        src, _, dst = ends.partition(">")
-        numbers = [parse_number(part, form, text, ScheduleError) for part in (src, dst)]
-        return StateTransfer(numbers[0], numbers[1], ChainPiece.parse(piece), until)
-
 
 @dataclass(frozen=True, slots=True)
 class ScanStep:
@@ -211,17 +177,6 @@ class ScanSchedule(AnySchedule):
     sizes: StateSizes
     ranks: tuple[tuple[ScanStep, ...], ...]
     kind: ClassVar[str] = "scan"
-
-
-def parse_scan(text: str) -> ScanSchedule:
-    """Parse the text that `ScanSchedule.text` wrote; `validate_scan` checks whether the result is correct."""
-
-    def parse_item(item: str, rank: int, _layout: Layout, _sizes: StateSizes) -> Fold | StateTransfer:
-        return Fold.parse(item, rank) if item.startswith("fold ") else StateTransfer.parse(item, MAX_FEATURES)
-
-    scheme, direction, layout, sizes, ranks = parse_text(text, "scan", StateSizes, parse_item)
-    steps = tuple(tuple(ScanStep(tuple(moved), tuple(folds)) for moved, folds in rank) for _, rank in ranks)
-    return ScanSchedule(scheme, direction, layout, sizes, steps)
 
 
 # -- Chains: the segments of every document in order, and the ranks that hold them -------------------------------------

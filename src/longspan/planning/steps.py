@@ -1,4 +1,4 @@
-"""The parts of a schedule: Piece, Transfer, Compute, Step, Schedule. Plain values with a text form that parses back.
+"""The parts of a schedule: Piece, Transfer, Compute, Step, Schedule. Plain values with a text form.
 
 A step's transfers start together with its computes. A transfer has arrived at the end of its step, or `early` steps
 later if it was started earlier than needed, so that it travels during several computes. What it brings may be used from
@@ -7,16 +7,16 @@ the next step on, up to and including step `until`. There are only two instructi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol
 
-from longspan.errors import LongspanError, PlanError, ScheduleError
+from longspan.errors import PlanError, ScheduleError
 from longspan.layouts import Layout
 from longspan.masks import Band
-from longspan.spans import Span, check_int, check_text, parse_number, truncated_repr
+from longspan.spans import Span, check_int, truncated_repr
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of dtypes by name, since planning does not import torch."""
@@ -148,25 +148,6 @@ class Piece:
         apart = f"q{','.join(map(repr, self.apart))}" if self.apart else ""
         return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{batch}{apart}"
 
-    @staticmethod
-    def parse(text: str) -> Piece:
-        """Parse the output of `repr`."""
-        role, _, rest = text.partition("[")
-        spans, _, rest = rest.partition("]h")
-        rest, _, apart = rest.partition("q")
-        heads, _, batch = rest.partition("b")
-        if role not in set(Role) or not heads:
-            raise ScheduleError(
-                f"a piece is written role[spans]hHEADS, as in kv[0:4]h0:2, but got {truncated_repr(text)}."
-            )
-        return Piece(
-            Role(role),
-            tuple(map(Span.parse, spans.split())),
-            Span.parse(heads),
-            Span.parse(batch) if batch else None,
-            tuple(map(Span.parse, apart.split(","))) if apart else (),
-        )
-
 
 class Moved(Protocol):
     """A transfer of any kind of plan."""
@@ -211,21 +192,6 @@ class Transfer:
         early = f" early {self.early} back {self.back}" if self.early or self.back else ""
         return f"{self.src}>{self.dst} {self.piece!r} until {self.until} {self.recall}{early}"
 
-    @staticmethod
-    def parse(text: str) -> Transfer:
-        """Parse the output of `repr`."""
-        ends, _, rest = text.partition(" ")
-        piece, _, tail = rest.partition(" until ")
-        src, _, dst = ends.partition(">")
-        until, _, rest = tail.partition(" ")
-        recall, _, early = rest.partition(" early ")
-        early, _, back = early.partition(" back ") if early else ("0", "", "0")
-        form = "a transfer is written SRC>DST PIECE until STEP RECALL, with `early STEPS back STEPS` after it if not 0"
-        if recall not in set(Recall):
-            raise ScheduleError(f"{form}, but got {truncated_repr(text)}.")
-        counts = [parse_number(part, form, text, ScheduleError) for part in (src, dst, until, early, back)]
-        return Transfer(counts[0], counts[1], Piece.parse(piece), counts[2], Recall(recall), *counts[3:])
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -240,17 +206,6 @@ class Compute:
     def __repr__(self) -> str:
         text = f"compute {self.q!r} {self.kv!r} : {' '.join(map(repr, self.bands))}"
         return text + (f" ? {' '.join(map(repr, self.maybe))}" if self.maybe else "")
-
-    @staticmethod
-    def parse(text: str, rank: int) -> Compute:
-        """Parse the output of `repr`."""
-        pieces, colon, rest = text.removeprefix("compute ").partition(" : ")
-        q, _, kv = pieces.partition(" kv[")
-        if not colon or not kv:
-            raise ScheduleError(f"a compute is written compute Q KV : BANDS ? MAYBE, but got {truncated_repr(text)}.")
-        sure, _, maybe = rest.partition("? ")
-        bands = tuple(map(Band.parse, sure.split())), tuple(map(Band.parse, maybe.split()))
-        return Compute(rank, Piece.parse(q), Piece.parse("kv[" + kv), *bands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +270,7 @@ class AnySchedule:
         return sum(t.piece.num_bytes(self.sizes) for s in self.ranks[rank] for t in s.transfers if t.dst == rank)
 
     def text(self) -> str:
-        """Return a text that `parse_schedule` (or `parse_scan`) reads back."""
+        """Return the schedule as text, one line for each piece, transfer and compute."""
         lines = [f"{self.kind} {self.scheme} {self.direction} {self.sizes.text()}", self.layout.text()]
         for rank, steps in enumerate(self.ranks):
             lines.append(f"rank {rank}")
@@ -375,121 +330,3 @@ def _cell(step: PlanStep, rank: int) -> str:
     if step.computes:
         words.append(f"*{len(step.computes)}")
     return " ".join(words) or "."
-
-
-# -- Parser ------------------------------------------------------------------------------------------------------------
-# The input is data, never code: it is bounded and checked line by line. The result is well formed: ranks, positions,
-# heads and batch rows exist, and sends and receives name this rank. Whether it computes what a mask requires is for
-# `validate` to prove; call it for every schedule from outside.
-
-
-MAX_LINE = 1 << 20
-MAX_STEPS = 1 << 16
-S = TypeVar("S")
-Ranks = list[tuple[list[Any], list[tuple[list[Any], list[Any]]]]]
-"""For each rank, its kept pieces, and the (transfers, computes) of each step."""
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Parse the text that `Schedule.text` wrote."""
-    scheme, direction, layout, sizes, ranks = parse_text(text, "schedule", Sizes, _parse_item)
-    if direction == "forward" and any(kept for kept, _ in ranks):
-        raise ScheduleError("a forward schedule must have no 'kept' lines, but the text has some. Take them out.")
-    steps = tuple(tuple(Step(tuple(moved), tuple(work)) for moved, work in rank) for _, rank in ranks)
-    kept = tuple(tuple(pieces) for pieces, _ in ranks) if direction == "backward" else ()
-    return Schedule(scheme, direction, layout, sizes, steps, kept)
-
-
-def parse_text(
-    text: str, kind: str, sizes_type: type[S], parse_item: Callable[[str, int, Layout, S], Any]
-) -> tuple[str, str, Layout, S, Ranks]:
-    """Return the scheme, direction, layout, sizes and ranks of a schedule text; `parse_item` parses one line."""
-    lines = check_text(text, f"a {kind}", ScheduleError).strip("\n").split("\n")
-    long = next((i for i, line in enumerate(lines) if len(line) > MAX_LINE), None)
-    if long is not None:
-        raise ScheduleError(
-            f"line {long + 1} of the {kind} text has {len(lines[long])} characters; the limit is {MAX_LINE}."
-        )
-    names = [field.name for field in fields(cast(Any, sizes_type))]
-    form = (
-        f"a {kind} text begins '{kind} SCHEME DIRECTION SIZES', where sizes are written"
-        f" {' '.join(f'{name}=N' for name in names)}"
-    )
-    words = lines[0].split(" ")
-    pairs = [word.partition("=") for word in words[3:]]
-    if words[0] != kind or sorted(name for name, _, _ in pairs) != sorted(names):
-        raise ScheduleError(f"{form}, but got {truncated_repr(lines[0])}.")
-    sizes = sizes_type(**{name: parse_number(value, form, lines[0], ScheduleError) for name, _, value in pairs})
-    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), len(lines))
-    try:
-        layout = Layout.parse("\n".join(lines[1:first]))
-    except LongspanError as error:
-        raise ScheduleError(str(error)) from error
-    ranks: Ranks = []
-    for at, line in enumerate(lines[first:], start=first + 1):
-        item = line.strip(" ")
-        word, _, rest = item.partition(" ")
-        try:
-            if word == "rank":
-                _check_next(rest, len(ranks), "rank", layout.world_size)
-                ranks.append(([], []))
-                continue
-            kept, steps = ranks[-1]  # the first of these lines begins with "rank "
-            if word == "step":
-                _check_next(rest, len(steps), "step", MAX_STEPS)
-                steps.append(([], []))
-            elif word == "kept":
-                kept.append(parse_item(item, len(ranks) - 1, layout, sizes))
-            elif not steps:
-                raise ScheduleError("'step 0' comes before transfers and computes.")
-            else:
-                steps[-1][word in ("compute", "fold")].append(parse_item(item, len(ranks) - 1, layout, sizes))
-        except LongspanError as error:
-            raise ScheduleError(
-                f"line {at} of the {kind} text, {truncated_repr(line)}, cannot be read: {error}"
-            ) from error
-    return words[1], words[2], layout, sizes, ranks
-
-
-def _check_next(text: str, expected: int, name: str, limit: int) -> None:
-    if text != str(expected):
-        raise ScheduleError(f"{name} {expected} comes next.")
-    if expected >= limit:
-        raise ScheduleError(f"there are {limit} {name}s at most.")
-
-
-def _parse_item(text: str, rank: int, layout: Layout, sizes: Sizes) -> Piece | Transfer | Compute:
-    def check_spans(spans: Sequence[Span], size: int, name: str) -> None:
-        for span in spans:
-            if span.stop > size or not len(span):
-                raise ScheduleError(f"{name} must be non-empty spans within 0:{size}, but got {span!r}.")
-
-    def check_piece(piece: Piece) -> None:
-        is_kv = piece.role in (Role.KV, Role.DKV)
-        check_spans(piece.spans, layout.seq_len, "positions")
-        check_spans((piece.heads,), sizes.kv_heads if is_kv else sizes.q_heads, f"heads of {piece.role}")
-        check_spans(piece.apart, layout.seq_len, "queries that are summed apart")
-        if piece.apart and not is_kv:
-            raise ScheduleError(f"only gradients of keys are summed apart by queries, but got {piece!r}.")
-        check_spans(() if piece.batch is None else (piece.batch,), sizes.batch, "batch rows")
-
-    if text.startswith("kept "):
-        piece = Piece.parse(text.removeprefix("kept "))
-        check_piece(piece)
-        return piece
-    if text.startswith("compute "):
-        compute = Compute.parse(text, rank)
-        if (compute.q.role, compute.kv.role) != (Role.Q, Role.KV):
-            raise ScheduleError("a compute works on q and kv pieces.")
-        check_piece(compute.q)
-        check_piece(compute.kv)
-        for band in (*compute.bands, *compute.maybe):
-            check_spans((band.q, band.kv), layout.seq_len, "positions")
-        return compute
-    transfer, size = Transfer.parse(text), layout.world_size
-    if rank not in (transfer.src, transfer.dst) or transfer.src == transfer.dst:
-        raise ScheduleError(f"rank {rank} lists transfers that it sends to or receives from another rank.")
-    if max(transfer.src, transfer.dst) >= size or transfer.until > MAX_STEPS:
-        raise ScheduleError(f"ranks run from 0 to {size - 1}, and steps up to {MAX_STEPS}.")
-    check_piece(transfer.piece)
-    return transfer
