@@ -103,6 +103,7 @@ def operator_cases(*, quick: bool) -> tuple[OperatorCase, ...]:
     cases = [
         OperatorCase("causal", causal, *square),
         OperatorCase("window", (Tile(0, 130, 0, 130, lo=0, hi=37),), *square),
+        OperatorCase("tall window", _tight(Tile(0, 130, 0, 60, lo=-30, hi=100)), 130, 60),
         OperatorCase("far border", _tight(Tile(0, 130, 0, 130, hi=-20)), *square),
         OperatorCase("rectangle", whole, 70, 131),
         OperatorCase("causal rectangle", (Tile(0, 70, 0, 131, lo=-61),), 70, 131),
@@ -119,7 +120,7 @@ def operator_cases(*, quick: bool) -> tuple[OperatorCase, ...]:
         OperatorCase("odd rows", whole, 70, 131, layout="odd rows"),
         *(OperatorCase("strided slices", tiles, rows, rows, layout="rows first") for tiles, rows in [_slices(20)]),
     ]
-    few = ("window", "blind rows", "50 slices", "heads 8:1", "head dims 192/128", "strided")
+    few = ("window", "tall window", "blind rows", "50 slices", "heads 8:1", "head dims 192/128", "strided")
     return tuple(case for case in cases if not quick or case.name in few)
 
 

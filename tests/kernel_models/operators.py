@@ -1,9 +1,11 @@
 """PyTorch's fused GPU operators as models by address: what each reads, where it thinks that lies, what it writes.
 
 Each has the signature of its wrapper in `longspan._torch`, computes in float64 from what it would read (see
-`memory`), and raises where the operator does or where a kernel would read in vectors what does not lie so. From the
-sources of PyTorch 2.13 to 2.15 (flash_api.cpp, attention_backward.cu, mem_eff_attention/kernel_{forward,backward}.h,
-cudnn/MHA.cpp) and of FlashAttention (hopper/flash_api.cpp, cute/interface.py); none of it was compared with a GPU.
+`memory`), and raises where the operator does or where a kernel would read in vectors what does not lie so. Beside each
+stands the source that it follows; none of it was compared with a GPU. `aten` is aten/src/ATen/native of PyTorch 2.13
+to 2.15, of which transformers/cuda/flash_attn/flash_api.cpp was read at 03b7c19d; `FlashAttention` is
+github.com/Dao-AILab/flash-attention at 0251105 (15 August 2026).
+
 `t`: the stride is taken from the tensor; `d`: taken for dense.
 
     operator, direction         operand        dims    strides   remarks
@@ -23,7 +25,7 @@ cudnn/MHA.cpp) and of FlashAttention (hopper/flash_api.cpp, cute/interface.py); 
     efficient, backward, half   out            BSHD    tdtd      rows taken for H * D apart, unchecked
     efficient, backward, float  out            BSHD    tttd      delta is made by PyTorch's operators, which look
     efficient, backward         lse            BHR     ttd       R: rows rounded up to 32; +inf behind the last row
-    cudnn, both                 q, k, v        BHSD    tttd      more than one key
+    cudnn, both                 q, k, v        BHSD    tttd      more than one key, and more than one query
     cudnn, both                 bias           BHSK    tttd
     cudnn, backward             dout, out      BHSD    dddd      a graph is found again by q, k, v and bias alone
     cudnn, backward             lse            BHS1    dddd      unchecked (pytorch#176915)
@@ -37,6 +39,8 @@ Results: flash and cudnn lay out `out`, dq, dk and dv like the input they belong
 (B, S, H, D); lse is dense.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -154,6 +158,7 @@ def _check_bias(bias, q, k):
 
 
 # ---- memory-efficient ------------------------------------------------------------------------------------------------
+# aten: transformers/cuda/attention.cu, attention_backward.cu and mem_eff_attention/kernel_{forward,backward}.h.
 
 
 def _top_left(q, k, causal):
@@ -203,6 +208,8 @@ def efficient_backward(dout, q, k, v, out, lse, bias, causal, scale):
 
 
 # ---- cuDNN -----------------------------------------------------------------------------------------------------------
+# aten: cudnn/MHA.cpp, `run_cudnn_SDP_{f,b}prop` without TORCH_CUDNN_SDPA_AVOID_RECOMPILE. From cuDNN 9.19 to 9.25.0 one
+# query is silently wrong on GPUs of 10.x before PyTorch 2.15, which refuses it (pytorch#193893).
 
 
 def _cudnn_reads(q, k, v, bias):
@@ -210,6 +217,8 @@ def _cudnn_reads(q, k, v, bias):
     _check_bias(bias, q, k)
     if k.shape[2] == 1:
         raise AddressError("cuDNN has no graph for one key")
+    if q.shape[2] == 1:
+        raise AddressError("cuDNN is wrong for one query, or PyTorch refuses it")
     three = [read(name, x, CUDNN["q"]) for name, x in (("q", q), ("k", k), ("v", v))]
     return *three, None if bias is None else read("bias", bias, CUDNN["bias"])
 
@@ -238,8 +247,51 @@ def cudnn_backward(dout, q, k, v, out, lse, bias, causal, scale):
 # ---- flash -----------------------------------------------------------------------------------------------------------
 
 
+def fa2_window(window, longest):
+    """The window that FA2's kernels are given: its host code closes the open side of a window at `max_k` keys, which
+    hides keys or shows others where a slice has more rows than keys.
+
+    aten: flash_api.cpp, `mha_{,varlen_}{fwd,bwd}` and `set_params_fprop`, as in FlashAttention 2.8.3.
+    """
+    max_k = longest[1]
+    left, right = (-1 if bound >= max_k else bound for bound in window)
+    if (left, right) == (-1, 0):  # `is_causal`: these kernels have no left side
+        return left, right
+    if left < 0 <= right:
+        left = max_k
+    if right < 0 <= left:
+        right = max_k
+    return left, right
+
+
+def fa3_window(window, longest):
+    """The window that FA3's kernels are given, closed where no slice ends.
+
+    FlashAttention: hopper/flash_api.cpp, `mha_fwd`, `mha_bwd` and `set_params_fprop`, called as by PyTorch's
+    torch/nn/attention/_fa3.py, the same from 2.12 to 2.15.
+    """
+    max_q, max_k = longest
+    left, right = window
+    left, right = -1 if left >= max_k - 1 else left, -1 if right >= max_q - 1 else right
+    if (left, right) in ((-1, 0), (-1, -1)):
+        return left, right
+    return max_k - 1 if left < 0 else left, max_q - 1 if right < 0 else right
+
+
+def fa4_window(window, longest):
+    """The window that FA4's kernels are given: an open side is None, and is not compared with.
+
+    flash_attn/cute/{interface,mask,block_info}.py of flash-attn-4 4.0.0b5 to b36, called as by PyTorch's
+    torch/nn/attention/_fa4.py.
+    """
+    return window
+
+
 def window_mask(rows, cols, window):
-    """(rows, cols) bool: what a window (left, right) beside a diagonal that ends bottom-right shows; -1 is open."""
+    """(rows, cols) bool: what a window (left, right) beside a diagonal that ends bottom-right shows; -1 is open.
+
+    FlashAttention: csrc/flash_attn/src/mask.h, hopper/mask.h, flash_attn/cute/mask.py.
+    """
     left, right = window
     diagonal = np.arange(rows)[:, None] + (cols - rows)
     j = np.arange(cols)
@@ -267,10 +319,25 @@ def _heads_first(x_THD):
     return x_THD.swapaxes(0, 1)[None]
 
 
-def flash(q, k, v, starts_q, starts_k, longest, window, scale, dims=_same):
+@dataclass(frozen=True)
+class Version:
+    """What a version of flash attention makes of its arguments."""
+
+    dims: Callable
+    window: Callable
+    copies: bool = False
+    """Whether dout and out are made contiguous first (aten: attention_backward.cu)."""
+
+
+FA2 = Version(_same, fa2_window, copies=True)
+FA3 = Version(fa3_dims, fa3_window)
+FA4 = Version(fa4_dims, fa4_window)
+
+
+def flash(q, k, v, starts_q, starts_k, longest, window, scale, version=FA2):
     """`_flash_attention_forward`, of (B, S, H, D) without `starts`, of packed (T, H, D) with them."""
-    _check_inputs(q, k, v, dims)
-    order = like_input(q)
+    _check_inputs(q, k, v, version.dims)
+    order, window = like_input(q), version.window(window, longest)
     if starts_q is None:
         assert longest == (q.shape[1], k.shape[1])
         q64, k64, v64 = (_in_order(read(n, x, FLASH["q"]), ROWS_FIRST) for n, x in (("q", q), ("k", k), ("v", v)))
@@ -287,12 +354,12 @@ def flash(q, k, v, starts_q, starts_k, longest, window, scale, dims=_same):
     return written("out", out, q.dtype, order), written("lse", lse, torch.float32)
 
 
-def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale, dims=_same):
-    """`_flash_attention_backward`, layouts as in `flash`; FA3 and FA4 do not copy dout and out first."""
-    _check_inputs(q, k, v, dims)
+def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window, scale, version=FA2):
+    """`_flash_attention_backward`, layouts as in `flash`."""
+    _check_inputs(q, k, v, version.dims)
     _check_upstream(q, dout, out, lse, v.shape[-1])
-    tables = (FLASH, VARLEN) if dims is _same else (BY_STRIDES, VARLEN_BY_STRIDES)
-    table = tables[starts_q is not None]
+    tables = (FLASH, VARLEN) if version.copies else (BY_STRIDES, VARLEN_BY_STRIDES)
+    table, window = tables[starts_q is not None], version.window(window, longest)
     operands = (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse))
     read64 = [read(name, x, table.get(name, table["q"])) for name, x in operands]
     if starts_q is None:
@@ -316,12 +383,14 @@ def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, longest, window,
 
 
 # ---- cuDNN over packed slices ----------------------------------------------------------------------------------------
+# aten: cudnn/MHA.cpp, `run_cudnn_SDP_{f,b}prop_nestedtensor`, and what torch/nn/attention/varlen.py of 2.14 and 2.15
+# leaves to cuDNN. Causal is from the top-left corner without `seqused_k`; groups of heads are taken from 2.15 on.
 
 
 def _check_packed(q, k, v, starts_q, starts_k, longest, window, more=()):
     _check_inputs(q, k, v)
     assert q.shape[-1] <= 128
-    assert q.shape[1] == k.shape[1] == v.shape[1], "no groups"
+    assert k.shape[1] == v.shape[1]
     assert longest[0] > CUDNN_ROWS
     assert window in ((-1, -1), (-1, 0))
     for x in (q, k, v, *more):

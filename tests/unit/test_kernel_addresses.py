@@ -25,17 +25,17 @@ from tests.kernel_models.cases import Case, check, close, dense, one_call, rando
 from tests.kernel_models.memory import GUARD, AddressError, Reads, read, written
 
 
-def _package(name, dims):
-    """FA3 or FA4, by the model of flash attention with its head dims."""
-    ops = (partial(op, dims=dims) for op in (operators.flash, operators.flash_backward))
+def _package(name, version):
+    """FA3 or FA4, by the model of flash attention with its rules."""
+    ops = (partial(op, version=version) for op in (operators.flash, operators.flash_backward))
     return Flash(name.lower(), True, *ops, package=name)
 
 
 KERNELS = {
     "varlen": Flash("varlen", True, operators.flash, operators.flash_backward),
     "flash": Flash("flash", False, operators.flash, operators.flash_backward),
-    "fa3": _package("FA3", operators.fa3_dims),
-    "fa4": _package("FA4", operators.fa4_dims),
+    "fa3": _package("FA3", operators.FA3),
+    "fa4": _package("FA4", operators.FA4),
     "cudnn_varlen": cuda_flash.cudnn_varlen(
         (operators.cudnn_packed, operators.cudnn_packed_backward), (operators.flash, operators.flash_backward)
     ),
@@ -313,7 +313,8 @@ def _noted(calls):
         ([Tile(0, 20, 0, 20, lo=0), Tile(20, 33, 17, 30, lo=0)], "cudnn"),
         ([Tile(0, 20, 0, 30), Tile(20, 33, 0, 11)], "cudnn"),
         ([Tile(0, 20, 0, 30, lo=-10)], "flash"),  # causal to the last key, and no square
-        ([Tile(0, 30, 0, 20, lo=0)], "flash"),  # causal from the first key: a window of flash attention
+        ([Tile(0, 30, 0, 20, lo=0)], "cudnn"),  # causal from the first key: a square, and rows that see all
+        ([Tile(0, 21, 0, 20, lo=0)], "flash"),  # the same with one row more than keys: a window of flash attention
         ([Tile(0, 20, 0, 20, lo=0, hi=4)], "flash"),
         ([Tile(0, 20, 0, 20, hi=0)], "flash"),
     ],

@@ -6,6 +6,7 @@ layouts with a model that reads by address. Shapes: see contract.py; T counts th
 The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) around it. A tight tile of
 `rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
 hi + shift and right = -lo - shift, neither of which can be negative when no row and no column is without a partner.
+FA2 closes an open side at `cols`, which is wrong for more rows than keys + 1: it gets such tiles in parts (`fa2_parts`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,8 @@ class Flash:
 
     def _launches(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> list[Launch]:
         room = (num_q, num_k) if self.grouped else (0, 0)
-        return cached(tiles, launches, *room, self.packs)
+        # what is activated in PyTorch may change after a plan was recorded, so its operator counts as FA2
+        return cached(tiles, launches, *room, self.packs, self.package not in ("FA3", "FA4"))
 
 
 @dataclass(eq=False)
@@ -314,12 +316,14 @@ class Side:
         return np.cumsum([0, *self.sizes * batch], dtype=np.int32)
 
 
-def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = False) -> list[Launch]:
+def launches(
+    tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = False, for_fa2: bool = False
+) -> list[Launch]:
     """Group tiles of equal windows, in order. A launch takes no further tile if it would pack more rows or keys than
     there are, so that overlapping tiles cost at most one copy of the tensors."""
     result: list[Launch] = []
     open_at: dict[Window, tuple[Launch, int, int]] = {}
-    for tile in tiles:
+    for tile in chain.from_iterable(map(fa2_parts, tiles)) if for_fa2 else tiles:
         window = window_of(tile)
         launch, rows, cols = open_at.get(window, (None, 0, 0))
         rows, cols = rows + tile.rows, cols + tile.cols
@@ -329,6 +333,21 @@ def launches(tiles: Sequence[Tile], max_rows: int, max_cols: int, packs: bool = 
         launch.tiles.append(tile)
         open_at[window] = launch, rows, cols
     return result
+
+
+def fa2_parts(tight: Tile) -> Sequence[Tile]:
+    """Return parts of a tile whose windows mean the same to FA2 (see the top of this file): a part has no more rows
+    than keys + 1, or no bound. Rows up to `hi` are not bounded by it, nor rows from `cols - 1 + lo` by `lo`.
+
+    >>> [(part.q0, part.q1, part.k0, part.k1) for part in fa2_parts(Tile(0, 8, 0, 4, lo=0, hi=4))]
+    [(0, 3, 0, 3), (3, 5, 0, 4), (5, 8, 1, 4)]
+    """
+    lo, hi, rows = tight.lo, tight.hi, tight.rows
+    if rows <= tight.cols + 1 or lo is hi is None:
+        return (tight,)
+    cuts = {0, rows, rows if hi is None else min(hi + 1, rows), 0 if lo is None else max(tight.cols - 1 + lo, 0)}
+    parts = (tight.part(tight.q0 + a, tight.q0 + b, tight.k0, tight.k1) for a, b in pairwise(sorted(cuts)))
+    return [part for part in parts if part is not None]
 
 
 def window_of(tight: Tile) -> Window:

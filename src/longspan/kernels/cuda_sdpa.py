@@ -75,10 +75,13 @@ class Cudnn(PanelKernel):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
     ) -> tuple[Tensor, Tensor]:
+        rows = q.shape[2]
+        if rows == 1:
+            (q,), bias = _with_second_row((q,), bias)
         if k.shape[2] == 1:
             k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
         out, lse_BHQ1 = self.op(q, k, v, _expand_bias(bias, q), causal, scale)
-        return out, lse_BHQ1.squeeze(3)
+        return out.narrow(2, 0, rows), lse_BHQ1.squeeze(3).narrow(2, 0, rows)
 
     def run_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
@@ -86,11 +89,14 @@ class Cudnn(PanelKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         # cuDNN takes lse for densely packed whatever its strides are, and gradients are silently wrong. It finds
         # the plan of an earlier call by q, k, v and bias: dout and out must always have the same layout.
-        lse, dout, out, keys = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype)), k.shape[2]
+        lse, dout, out = _dense(lse).unsqueeze(3), _dense(dout.to(q.dtype)), _dense(out.to(q.dtype))
+        rows, keys = q.shape[2], k.shape[2]
+        if rows == 1:
+            (dout, q, out, lse), bias = _with_second_row((dout, q, out, lse), bias)
         if keys == 1:
             k, v, bias, causal = *_with_hidden_key(q, k, v, bias), False
         dq, dk, dv = self.backward_op(dout, q, k, v, out, lse, _expand_bias(bias, q), causal, scale)
-        return dq, dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
+        return dq.narrow(2, 0, rows), dk.narrow(2, 0, keys), dv.narrow(2, 0, keys)
 
 
 def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...], least: tuple[int, int]) -> str | None:
@@ -105,6 +111,13 @@ def _refuses(q: Tensor, dtypes: tuple[torch.dtype, ...], least: tuple[int, int])
 def _dense(x: Tensor) -> Tensor:
     """Return x contiguous, with strides given by its shape alone: contiguous tensors may have any in dims of size 1."""
     return x.contiguous().view(-1).view(x.shape)
+
+
+def _with_second_row(operands: tuple[Tensor, ...], bias: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    """Append a row of zeros, which has no gradients, to one query and its results: cuDNN 9.19 to 9.25.0 is silently
+    wrong for one query on GPUs of 10.x, and newer versions of PyTorch refuse it (pytorch#193893)."""
+    rows = [torch.nn.functional.pad(x, (0, 0, 0, 1)).contiguous() for x in operands]
+    return rows, None if bias is None else additive(2, bias.shape[1], None, None, like=bias).copy_(bias)
 
 
 def _with_hidden_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
