@@ -25,7 +25,7 @@ if find_spec("transformers") is None:
 if find_spec("triton") is None:
     collect_ignore += ["src/longspan/run/triton_kernels.py", "tests/kernel_models/flex_cubins.py"]
 # Helpers of tests have no examples in them, and some import frameworks that may be missing.
-collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py"]
+collect_ignore_glob = ["tests/*/*_work.py", "tests/*/titan_*.py", "tests/*/*_script.py", "tests/jobs/doors/*.py"]
 
 MARKERS = (
     "quick: something of every layer, within a minute of processor time",

@@ -1,7 +1,7 @@
 """Compare attention forward and backward with PyTorch's own, as ratios within one run.
 
     python -m benchmarks.attention            # exits with 1 when a bar is missed; 15 minutes on two quiet cores
-    python -m benchmarks.attention --quick    # what CI runs: fewer rounds and cases, and 5% more room for noise
+    python -m benchmarks.attention --quick    # what .ci/run runs: fewer rounds and cases, and 5% more room for noise
 
 Every rank has one thread. "CPU" is processor time of all ranks together, Gloo's threads included. Contenders take turns
 in one process per rank, so a round gives pairs that saw the same machine; printed are the medians of each side in

@@ -3,7 +3,7 @@
     python -m benchmarks.versions                             # everything: hours, and one environment at a time
     python -m benchmarks.versions --torch 2.11 --torch 2.15   # some of it
     python -m benchmarks.versions --transformers 5.9
-    python -m benchmarks.versions --oldest                    # the oldest pair, a few tests: what CI does
+    python -m benchmarks.versions --oldest                    # the oldest pair, a few tests: what .ci/run does
 
 PyTorch: the quick tests, and those over Gloo ranks except for timings, with those of the flex kernel and of
 `torch_api`, which depend on its version most. transformers: the tests of the Hugging Face integration, with the pinned

@@ -1,7 +1,7 @@
 """Group relative policy optimisation of Qwen3-8B on long rollouts in plain PyTorch: prompts and completions are packed
 into one sequence, which is sharded over all GPUs, as are the parameters of policy and reference (FSDP2).
 
-Install:            pip install "longspan[hf]" datasets peft
+Install:            pip install ".[hf]" datasets peft
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/grpo_fsdp2.py --rollouts rollouts.jsonl
 LoRA:               add --lora; the reference is the policy without its adapters
 Smoke run:          torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --smoke

@@ -1,7 +1,7 @@
 """Fine-tune Qwen3-8B on packed sequences of 262,144 tokens in plain PyTorch, with sequences and parameters (FSDP2)
 sharded over all GPUs. The model is that of transformers; the loop is this file's own.
 
-Install:            pip install "longspan[hf]" datasets peft
+Install:            pip install ".[hf]" datasets peft
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/qwen3_256k.py --dataset data.jsonl
 LoRA:               add --lora
 Smoke run:          torchrun --nproc-per-node 2 examples/qwen3_256k.py --smoke

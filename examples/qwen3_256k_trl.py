@@ -1,7 +1,7 @@
 """Fine-tune Qwen3-8B with TRL's SFTTrainer on packed sequences of 262,144 tokens, with sequences and parameters (FSDP2)
 sharded over all GPUs.
 
-Install:            pip install "longspan[trl]"
+Install:            pip install ".[trl]"
 On 8 GPUs:          torchrun --nproc-per-node 8 examples/qwen3_256k_trl.py --dataset data.jsonl
 With accelerate:    accelerate launch --multi_gpu --num_processes 8 examples/qwen3_256k_trl.py --dataset data.jsonl
 LoRA, 4-bit LoRA:   add --lora, or --qlora (pip install bitsandbytes)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 import longspan as ls
 from longspan.cli import main
 from longspan.cli.workload import drawn_lengths
@@ -94,7 +96,47 @@ def pictures() -> dict[str, Scene]:
     }
 
 
+def readme(path: Path) -> None:
+    """Draw README's picture: who computes which part of the attention of four packed documents."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
+    layout = ls.layouts.balanced(mask, world_size=4)
+    ends = np.cumsum(LENGTHS)
+    total = ends[-1]
+    figure = Figure(figsize=(3.2, 3.1), dpi=200)  # shown with 320 pixels
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    axes.set(xlim=(-0.035 * total, total), ylim=(total, 0), aspect="equal")
+    axes.axis("off")
+    axes.fill((0, total, total, 0), (0, 0, total, total), "#eff1f3")  # masked
+    for rank, color in enumerate(("#0072b2", "#d55e00", "#009e73", "#cc79a7")):
+        pairs = 0.0
+        for span in layout.spans(rank):
+            a, b = span.start, span.stop  # its tokens, in the strip at the left
+            left, right = -0.03 * total, -0.01 * total
+            axes.fill((left, right, right, left), (a, a, b, b), color)
+            for start, stop in zip(ends - LENGTHS, ends, strict=True):
+                a, b = max(span.start, start), min(span.stop, stop)
+                if a < b:  # the keys of a query: from the start of its document on
+                    axes.fill((start, a, b, start), (a, a, b, b), color)
+                    pairs += (b - a) * ((a + b) / 2 - start)
+        share = pairs / sum(n * n / 2 for n in LENGTHS)
+        axes.fill((), (), color, label=f"rank {rank}: {share:.0%} of the work")
+    title = "Attention of 4 packed\ndocuments on 4 ranks"
+    legend = axes.legend(
+        loc="upper right", frameon=False, fontsize=8, title=title, handlelength=1
+    )
+    legend.set_alignment("left")
+    legend.get_title().set(fontsize=8.5, fontweight="bold")
+    words = "rows: queries\ncolumns: keys\ngrey: masked"
+    axes.text(0.03 * total, 0.97 * total, words, fontsize=8, va="bottom")
+    figure.savefig(path)
+
+
 if __name__ == "__main__":
+    readme(HERE / "readme.png")
     for name, scene in (pictures() | tutorial()).items():
         (HERE / f"{name}.svg").write_text(scene.svg(), encoding="utf-8")
         if not name.endswith("-64") and not name.startswith("tutorial"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-VERSION = "0.2.0"
+VERSION = "0.3.0.dev0"
 """The build reads it here."""
 PINNED = "2.13.0"
 """The PyTorch release of the full test suite; the others run the quick tests and those over Gloo ranks."""

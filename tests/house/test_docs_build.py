@@ -84,7 +84,7 @@ def test_pages_that_run_elsewhere_do():
 
 
 def test_torchrun_blocks_are_among_the_jobs():
-    """CI runs them by literal torchrun: `python -m tests.jobs`."""
+    """`.ci/run` runs them by literal torchrun: `python -m tests.jobs`."""
     jobs = {job.code.strip() for job in chosen(40) if job.kind == "page"}
     found = [code.strip() for page in PAGES for kind, code in blocks(page) if kind == "torchrun"]
     assert len(found) >= 8
@@ -167,16 +167,6 @@ def _check_links_of_html(folder):
 def test_links_of_documents_at_the_top(name):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / name).read_text()):
         assert target.startswith("https://") or (ROOT / target).exists(), f"{name}: {target} leads nowhere"
-
-
-def test_owners_and_maintainers_name_paths_that_exist():
-    owned = re.findall(r"^/(\S+) +@longspan/maintainers$", (ROOT / ".github" / "CODEOWNERS").read_text(), re.MULTILINE)
-    assert owned
-    areas = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", (ROOT / "MAINTAINERS.md").read_text(), re.MULTILINE)
-    assert len(areas) >= 5
-    paths = [path for area in areas for path in re.findall(r"`([^`]+)`", area)]
-    for path in [*owned, *paths]:
-        assert (ROOT / path).exists() or (ROOT / "src" / "longspan" / path).is_dir(), path
 
 
 def test_every_page_shows_pictures_that_exist():

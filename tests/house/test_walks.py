@@ -1,7 +1,5 @@
 """Pages that are walked through: every file is saved, every command typed, and what they show is what is printed."""
 
-import re
-
 import pytest
 
 from tests.house.test_docs import ROOT
@@ -22,8 +20,8 @@ loss 2.5001, off by 3.0e-07
 """
 CLEAN = """
 ```bash
-git clone -q https://github.com/longspan/longspan inside && cd inside  # the next command begins here
-test -f pyproject.toml
+test -f pyproject.toml  # a walk begins in a copy of the checkout
+mkdir -p build/inside && cd build/inside  # and the next command here
 ```
 ```diff
 -exit 3
@@ -52,7 +50,7 @@ touch {late}
 """
 
 
-@pytest.mark.nightly  # CI walks through it in a clean place
+@pytest.mark.nightly  # .ci/run walks through it in a clean place
 @pytest.mark.timeout(600)
 def test_the_tutorial_runs_as_it_is_printed(tmp_path):
     took = list(Walker(tmp_path).read(TUTORIAL))
@@ -89,6 +87,7 @@ def test_a_walk_sees_files_commands_and_what_they_print(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        ("print(", "import warnings; warnings.warn('late', FutureWarning); print(", "warned"),
         ("loss 2.5001", "loss 2.6001", "did not print"),
         ("off by 3.0e-07", "off by 3.0e-02", "did not print"),
         ("print(", "raise SystemExit(", "ended with 1"),
@@ -132,10 +131,16 @@ def test_a_block_for_torchrun_needs_its_command():
         stops("```python torchrun\npass\n```\n")
 
 
-def test_every_command_of_readme_is_typed():
-    readme = (ROOT / "README.md").read_text()
-    commands = [stop.command for stop in stops(readme) if isinstance(stop, Typed)]
-    assert len(commands) == len(set(commands)) >= 8
-    for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL):
-        assert set(block.splitlines()) <= set(commands)
-    assert "torchrun --nproc-per-node 4 train.py" in commands
+def test_lines_of_a_longer_program_are_put_into_it(tmp_path):
+    program = tmp_path / "longer.py"
+    program.write_text("a = 1\n# README's block\nprint(a)\n")
+    found = stops(f"```diff with={program}\n-a = 2\n+a = 3\n a += 1\n```\n")
+    assert found == [
+        ("old_longer.py", "a = 2\n"),
+        Typed(1, "python old_longer.py"),
+        ("longer.py", "a = 1\na = 3\na += 1\nprint(a)\n"),
+        Typed(1, "torchrun --nproc-per-node 2 longer.py"),
+    ]
+    program.write_text("print(1)\n")
+    with pytest.raises(AssertionError, match="README's block"):
+        stops(f"```python with={program}\na = 3\n```\n")

@@ -4,10 +4,11 @@
     python -m tests.jobs.walk --clean README.md docs/start.md docs/tutorial.md  # in an environment with nothing in it
 
 `python file=NAME` blocks are saved; other python blocks are saved and run, those for torchrun by the last `torchrun
---nproc-per-node N name.py` before them, under that name. `bash` blocks are typed line by line, and so is what follows
-"$ " in a `text` block; a `text` block behind a command is what it prints, or some lines of that in their order.
-Fragments and diffs are for reading. A clean walk installs what the pages say, too, and clones the project by its own
-address: git is told to take a copy of this checkout for it, since there may be no network; commands stay as printed.
+--nproc-per-node N name.py` before them, under that name. Blocks that begin with `with=PROGRAM` are lines of a longer
+program: they replace its line "# README's block", and it is run on two ranks; of a diff, the new lines, and what is
+removed must run, too. `bash` blocks are typed line by line, and so is what follows "$ " in a `text` block; a `text`
+block behind a command is what it prints, or some lines of that in their order. Fragments and other diffs are for
+reading. A command that warns has failed. A clean walk begins in a copy of this checkout, and installs what pages say.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,9 +27,11 @@ from tempfile import TemporaryDirectory
 from .runner import ROOT
 
 FENCE = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PLACE = "# README's block\n"
+WARNING = re.compile(r"^.*(?:\bWarning\b|WARNING|[a-z]Warning:).*$", re.MULTILINE)
 LAUNCH = re.compile(r"torchrun --nproc-per-node \d+ (\S+\.py)\b")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
-INSTALLING = ("pip ", "git ")  # for clean walks only
+INSTALLING = ("pip ",)  # for clean walks only
 ROUNDING = 1e-4  # numbers below are rounding, which is another on every machine
 CLOSE = 0.01
 QUIET = {"PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
@@ -58,7 +60,9 @@ def stops(text: str) -> list[Saved | Typed]:
     for block in FENCE.finditer(text):
         kind, about, body = block.groups()
         line = text[: block.start()].count("\n") + 1
-        if kind == "python":
+        if about.startswith("with="):
+            found += _of_program(ROOT / about.removeprefix("with="), body, kind == "diff", line)
+        elif kind == "python":
             found += _of_python(about, body, text[: block.start()], line)
         elif kind == "bash":
             found += [Typed(line, each) for each in _joined(body).splitlines() if each]
@@ -88,6 +92,18 @@ def _of_python(about: str, body: str, before: str, line: int) -> Iterator[Saved 
     elif not about:
         yield f"line_{line}.py", body
         yield Typed(line, f"python line_{line}.py")
+
+
+def _of_program(path: Path, body: str, is_diff: bool, line: int) -> Iterator[Saved | Typed]:
+    program = path.read_text()
+    assert program.count(PLACE) == 1, f"line {line}: {path.name} must have one line {PLACE!r}"
+    if is_diff:
+        lines = body.splitlines(keepends=True)
+        yield f"old_{path.name}", "".join(each[1:] for each in lines if each[0] == "-")
+        yield Typed(line, f"python old_{path.name}")
+        body = "".join(each[1:] for each in lines if each[0] != "-")
+    yield path.name, program.replace(PLACE, body)
+    yield Typed(line, f"torchrun --nproc-per-node 2 {path.name}")
 
 
 def alike(shown: str, printed: str) -> bool:
@@ -129,24 +145,14 @@ class Walker:
         venv.create(self.folder / "venv", with_pip=True)
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             self.environment.pop(name, None)
-        address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
         self.environment |= {
             "PATH": f"{self.folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "GIT_CONFIG_COUNT": "1",
-            "GIT_CONFIG_KEY_0": f"url.{self._copied()}.insteadOf",
-            "GIT_CONFIG_VALUE_0": address,
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PIP_QUIET": "1",
         }
-
-    def _copied(self) -> Path:
-        """A repository of what is in this checkout, which may have none, or somebody else's."""
-        source = self.folder / "source"
-        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", "build", "dist", "__pycache__", ".*cache"))
-        who = ("-c", "user.name=walk", "-c", "user.email=walk@localhost")
-        for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "as it is")):
-            subprocess.run(["git", *words], cwd=source, check=True)
-        return source
+        self.at = self.folder / "checkout"
+        kept_out = shutil.ignore_patterns(".git", "build", "dist", "__pycache__", ".*cache")
+        shutil.copytree(ROOT, self.at, ignore=kept_out)
 
     def read(self, page: Path) -> Iterator[tuple[Typed, float]]:
         """Every command with the seconds it took; raises where one fails or prints something else."""
@@ -167,6 +173,9 @@ class Walker:
         said = f"{page}:{stop.line}: {stop.command}"
         if done.returncode:
             raise AssertionError(f"{said}\nended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        warned = [] if stop.command.startswith(INSTALLING) else WARNING.findall(done.stderr + done.stdout)
+        if warned:
+            raise AssertionError("\n".join([said, "warned:", *warned]))
         # Ranks write at the same time, so that two of their lines may come as one.
         gone = missing(stop.shown, re.split(r"\n|(?=rank \d+:)", done.stdout))
         if gone:

@@ -45,7 +45,7 @@ def received(steps: tuple[Step, ...], rank: int) -> list[list[int]]:
     return sums
 
 
-@pytest.mark.nightly  # CI runs the whole benchmark
+@pytest.mark.nightly  # .ci/run runs the whole benchmark
 def test_quick_benchmark_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert pub.main(["--quick"]) == 0
     text = capsys.readouterr().out

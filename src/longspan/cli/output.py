@@ -1,8 +1,8 @@
 """Arguments and output of commands: files, numbers, tables, JSON, and progress on stderr.
 
-With rich (`pip install 'longspan[cli]'`) and on a terminal, output has colours and progress is a bar; otherwise both
-are plain text with the same content. Progress is shown only if both stdout and stderr are terminals, never with
---json, and not within the first second.
+With rich (the extra `cli`) and on a terminal, output has colours and progress is a bar; otherwise both are plain text
+with the same content. Progress is shown only if both stdout and stderr are terminals, never with --json, and not within
+the first second.
 """
 
 from __future__ import annotations

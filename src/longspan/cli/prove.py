@@ -90,7 +90,7 @@ def _config(source: str) -> Any:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
-        raise PlanError("prove needs transformers, which is not installed: pip install 'longspan[hf]'.") from error
+        raise PlanError("prove needs transformers, which is not installed. Run: pip install transformers.") from error
     place = Path(source)
     if place.exists():
         try:

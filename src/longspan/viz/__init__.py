@@ -1,7 +1,7 @@
 """Pictures of masks, layouts, plans and scans, as SVG or PNG, and reports as self-contained HTML.
 
 Every picture is a `Scene` around a matplotlib figure: `scene.svg()` and `write_png(scene, path)` write it. Needs
-matplotlib (`pip install longspan[viz]`).
+matplotlib (`pip install matplotlib`).
 """
 
 from longspan.viz.mask_and_layout import layout_picture, mask_picture

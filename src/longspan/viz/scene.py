@@ -84,7 +84,7 @@ def _style() -> Iterator[None]:
         import matplotlib.figure
     except ImportError as error:
         raise LongspanError(
-            "`matplotlib` is required to draw pictures, but it is not installed. Run: pip install longspan[viz]."
+            "`matplotlib` is required to draw pictures, but it is not installed. Run: pip install matplotlib."
         ) from error
     settings: dict[Any, Any] = {
         name: value for name, value in matplotlib.rcParamsDefault.items() if name.startswith(_RC_GROUPS)
