@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -163,6 +165,12 @@ def cudnn_backward(
     )  # fmt: skip
 
 
+SPLITS = (2, 12)
+"""From this version on PyTorch passes `num_splits` to FA3 and FA4."""
+_ONE_SPLIT = {"num_splits": 1} if minor(torch.__version__) >= SPLITS else {}
+"""Left to themselves, FA3 and FA4 divide the keys of long tiles, and keep the parts in float32: many GB of them."""
+
+
 def flash(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor | None, starts_k: Tensor | None, longest: tuple[int, int],
     window: tuple[int, int], scale: float, run: Callable[..., Any] = _aten._flash_attention_forward,
@@ -175,7 +183,7 @@ def flash(
     """
     out, lse, *_ = run(
         q, k, v, starts_q, starts_k, *longest, 0.0, window == (-1, 0), False,
-        scale=scale, window_size_left=window[0], window_size_right=window[1],
+        scale=scale, window_size_left=window[0], window_size_right=window[1], **_ONE_SPLIT,
     )  # fmt: skip
     return out, lse
 
@@ -224,7 +232,8 @@ def flash_package(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | 
     """Return forward and backward of an installed FA3, FA4 or cuDNN, or why there are none. Those of FA3 and FA4 have
     the signatures of PyTorch's operators, those of cuDNN that of `flash`.
 
-    PyTorch before 2.14 builds a graph of cuDNN in every packed call, which takes 40 ms (pytorch#191576).
+    PyTorch before 2.14 builds a graph of cuDNN in every packed call, which takes 40 ms (pytorch#191576). That of 2.11
+    calls FA4 without windows, and FA3 without `num_splits`.
     `torch.nn.attention.activate_flash_attention_impl` would replace the operators of the whole process by these: calls
     of `scaled_dot_product_attention` with dropout, or on another kind of GPU, would raise then.
     """
@@ -236,6 +245,8 @@ def flash_package(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | 
         if installed is None or installed < CUDNN:
             return f"it needs cuDNN 9.18 or newer, and this PyTorch has {installed or 'none'}"
         return cudnn_packed, cudnn_packed_backward
+    if minor(torch.__version__) < SPLITS:
+        return f"{name} needs PyTorch 2.12 or newer, and this is {torch.__version__}"
     try:
         if name == "FA3":
             from torch.nn.attention import _fa3
@@ -245,10 +256,24 @@ def flash_package(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | 
         from torch.nn.attention import _fa4
 
         _fa4._fa4_import_module("flash_attn.cute.interface")
+        if (why := _fa4_mismatch(metadata.version("flash-attn-4"))) is not None:
+            return why
         _fa4._FA4_MODULE_PATH = "flash_attn.cute.interface"
         return _fa4._fa4_flash_attention_forward_impl, _fa4._fa4_flash_attention_backward_impl
     except Exception as error:  # packages of kernels fail in many ways: a missing library, another version of PyTorch
         return f"{name} cannot be loaded ({type(error).__name__}: {str(error)[:120]})"
+
+
+def _fa4_mismatch(release: str) -> str | None:
+    """Return why PyTorch's calls do not fit this release of flash-attn-4, or None. From 4.0.0b19 on its forward returns
+    more than two values, which PyTorch takes from 2.14 on. The calls of PyTorch 2.12 to 2.15 were compared with the
+    sources of 4.0.0b5 to b36."""
+    beta = re.match(r"4\.0\.0b(\d+)", release)
+    number = int(beta[1]) if beta else sys.maxsize
+    if number >= 5 and (number < 19 or minor(torch.__version__) >= (2, 14)):
+        return None
+    pairs = "2.12 and 2.13 run 4.0.0b5 to b18, 2.14 and newer 4.0.0b5 and newer"
+    return f"flash-attn-4 {release} does not fit PyTorch {torch.__version__}: {pairs}"
 
 
 def group_named(name: str) -> ProcessGroup:

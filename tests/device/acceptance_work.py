@@ -16,7 +16,7 @@ from tests.device import forms
 from tests.gloo.cli_work import command
 from tests.gpu import site, test_exact, test_faults, test_host, test_memory, test_time, test_training
 
-TOKENS = {"16k": 256, "64k": 384, "256k": 512, "1M": 768}
+TOKENS = {"4k": 320, "16k": 256, "64k": 384, "256k": 512, "1M": 768}
 """In the place of the sizes that lines are named after."""
 ANY_TIME = (float("inf"), float("inf"))
 

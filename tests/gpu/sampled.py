@@ -41,16 +41,21 @@ class Shard:
     """The document of each global position."""
     tensors: dict[str, Tensor]
     """q, k, v, dout, out, lse, dq, dk and dv."""
+    window: int | None = None
+    """How many keys before its own a query attends to; None: all."""
 
     @property
     def positions(self) -> Tensor:
         return torch.as_tensor(self.plan.layout.positions(self.site.ranks.rank), device=self.site.ranks.device)
 
     def sees(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Return which pairs of positions attend: the same document, and causal. Padding has no document."""
+        """Return which pairs of positions attend: the same document, causal, and in the window. Padding has no
+        document."""
         documents = torch.cat((self.documents, self.documents.new_tensor([-1])))
         mine, theirs = (documents[at.clamp(max=len(self.documents))] for at in (q, kv))
-        return (mine[:, None] == theirs) & (q[:, None] >= kv) & (mine[:, None] >= 0)
+        distance = q[:, None] - kv
+        reach = len(self.documents) if self.window is None else self.window
+        return (mine[:, None] == theirs) & (distance >= 0) & (distance <= reach) & (mine[:, None] >= 0)
 
     def rows(self, name: str, positions: Tensor) -> Tensor:
         """Return rows of all ranks at these positions, which must be sorted by rank, as float64 (heads, N, ...)."""

@@ -32,12 +32,13 @@ def cases(site: Site) -> Cases:
 
 
 def run_call(
-    site: Site, group: dist.ProcessGroup, lengths: list[int], dims: Dims, scheme: str, kernel: str, heads: int
-) -> Shard:
-    """Return this rank's tensors of a forward and backward pass over causal documents, with so many query heads for
-    each key head."""
+    site: Site, group: dist.ProcessGroup, lengths: list[int], window: int | None, dims: Dims, scheme: str, kernel: str,
+    heads: int,
+) -> Shard:  # fmt: skip
+    """Return this rank's tensors of a forward and backward pass over causal documents, perhaps with a window, with so
+    many query heads for each key head."""
     ranks, tokens = site.ranks, sum(lengths)
-    mask = masks.documents(lengths) & masks.causal()
+    mask = masks.documents(lengths) & (masks.causal() if window is None else masks.sliding_window(window))
     dtype = torch.bfloat16 if site.is_gpu else torch.float32
     work: Plan = plan(
         mask, layouts.balanced(mask, world_size=ranks.size, seq_len=tokens), q_heads=heads * ranks.size,
@@ -57,7 +58,7 @@ def run_call(
     grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])
     results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(ranks.device)
-    return Shard(site, work, documents, {name: x.detach() for name, x in (tensors | results).items()})
+    return Shard(site, work, documents, {name: x.detach() for name, x in (tensors | results).items()}, window)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,8 @@ def judge_samples(site: Site, cases: Cases, scheme: str, kernel: str = "auto") -
     used, sizes, group, refused = 0.0, list[str](), site.group(), list[str]()
     for size, all_dims in cases:
         tokens, widths = site.tokens(size), list[str]()
-        lengths = {"packed": drawn_lengths("longtail", tokens).tolist(), "causal": [tokens]}
+        packed = drawn_lengths("longtail", tokens).tolist()
+        kinds = {"packed": (packed, None), "causal": ([tokens], None), "window": ([tokens], tokens // 32)}
         for dims in all_dims:
             width, heads = f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}", 2
             if kernel != "auto" and refusal(site, kernel, dims, heads):
@@ -121,8 +123,8 @@ def judge_samples(site: Site, cases: Cases, scheme: str, kernel: str = "auto") -
                     refused.append(f"{width}: {why}")
                     continue
             widths.append(width)
-            for name, documents in lengths.items():
-                shard = run_call(site, group, documents, dims, scheme, kernel, heads)
+            for name, (documents, window) in kinds.items():
+                shard = run_call(site, group, documents, window, dims, scheme, kernel, heads)
                 for check in check_samples(shard, seed=dims[0]):
                     if not check.ratio <= 1:
                         pytest.fail(
@@ -134,7 +136,8 @@ def judge_samples(site: Site, cases: Cases, scheme: str, kernel: str = "auto") -
     if not used:
         pytest.skip(f"refused here: {refused[0]}")
     site.record(
-        f"{NUM_SAMPLES} queries and {NUM_SAMPLES} keys against all others, packed and causal, {'; '.join(sizes)}: off"
-        f" by at most {used:.2f} of what rounding explains{'; refused: ' if refused else ''}{'; '.join(refused)}",
+        f"{NUM_SAMPLES} queries and {NUM_SAMPLES} keys against all others, packed, causal and with a window,"
+        f" {'; '.join(sizes)}: off by at most {used:.2f} of what rounding explains"
+        f"{'; refused: ' if refused else ''}{'; '.join(refused)}",
         used=used,
     )

@@ -3,7 +3,7 @@
     python -m tests.kernel_models.flex_code FOLDER CASE
 
 A library of a few lines makes tensors without data pretend to be on a GPU; what the compiler asks about the GPU is
-answered here. Nothing is launched. FOLDER gets the code of the case's forward and backward.
+answered here. Nothing is launched. FOLDER gets the code of the case's forward and backward, by the installed PyTorch.
 One case to a process: what is remembered of one are tensors without data of that one.
 """
 

@@ -1,7 +1,7 @@
 """Models of the Triton kernels that move, merge and multiply rows, in PyTorch's operators.
 
 They take the arguments of the kernels, so that all of `run/fused.py` runs as it is, and find the rows of every program
-in the table by address, as the kernels do.
+in the table by address, as the kernels of `run/triton_kernels.py` beside it do; `fused_script` interprets those.
 """
 
 import contextlib

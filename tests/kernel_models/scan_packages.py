@@ -1,5 +1,9 @@
 """The public functions of flash-linear-attention and mamba_ssm, as their documentation says what they do: token by
-token, with their argument names, shapes and refusals. What our kernels make of them is tested without any GPU."""
+token, with their argument names, shapes and refusals. What our kernels make of them is tested without any GPU.
+
+From fla-core 0.6.0 (fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py) and mamba_ssm 2.3.2.post1
+(ops/triton/ssd_combined.py at e9594ce1).
+"""
 
 from itertools import pairwise
 
@@ -29,7 +33,7 @@ def _delta(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seq
 
 def _linear(q, k, v, g, *, scale, initial_state, output_final_state, cu_seqlens):
     assert output_final_state
-    assert q.shape[2] == v.shape[2], "keys are not shared between heads"
+    assert q.shape[2] == k.shape[2] == v.shape[2], "keys are not shared between heads"
     return _packed(LinearAttention(scale), (q, k, v, g), initial_state, cu_seqlens)
 
 

@@ -278,10 +278,11 @@ def test_ranks_without_messages_are_in_the_first_call():
 # ---- samples of long sequences ---------------------------------------------------------------------------------------
 
 
-def sampled_call(dtype, lengths=(300, 17, 195), dims=(24, 16)):
+def sampled_call(dtype, lengths=(300, 17, 195), dims=(24, 16), window=None):
     """What a call of one rank takes and returns, on a layout with padding."""
     tokens, draw = sum(lengths), torch.Generator().manual_seed(1)
-    mask = longspan.masks.documents(list(lengths)) & longspan.masks.causal()
+    band = longspan.masks.causal() if window is None else longspan.masks.sliding_window(window)
+    mask = longspan.masks.documents(list(lengths)) & band
     layout = longspan.layouts.contiguous(tokens, 1)
     plan = longspan.plan(mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
     shapes = {"q": (4, dims[0]), "k": (2, dims[0]), "v": (2, dims[1]), "dout": (4, dims[1])}
@@ -294,12 +295,14 @@ def sampled_call(dtype, lengths=(300, 17, 195), dims=(24, 16)):
     grads = torch.autograd.grad(out, inputs, tensors["dout"])
     tensors |= {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return sampled.Shard(Site(ALONE, quick=True), plan, documents, {name: x.detach() for name, x in tensors.items()})
+    tensors = {name: x.detach() for name, x in tensors.items()}
+    return sampled.Shard(Site(ALONE, quick=True), plan, documents, tensors, window)
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_samples_of_a_right_call_pass(dtype):
-    shard = sampled_call(dtype)
+def test_samples_of_a_right_call_pass(dtype, window):
+    shard = sampled_call(dtype, window=window)
     assert all(check.ratio < 0.6 for seed in range(5) for check in sampled.check_samples(shard, seed))
 
 
@@ -311,6 +314,12 @@ def test_samples_see_every_tensor(name, dtype, factor):
     wrong = {check.tensor for check in sampled.check_samples(shard, 0) if not check.ratio <= 1}
     assert name in wrong
     assert name in ("out", "lse") or wrong == {name}
+
+
+def test_samples_see_another_window():
+    shard = replace(sampled_call(torch.bfloat16, window=40), window=44)
+    wrong = {check.tensor for check in sampled.check_samples(shard, 0) if not check.ratio <= 1}
+    assert {"out", "dv"} <= wrong
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])

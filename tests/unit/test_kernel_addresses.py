@@ -131,7 +131,6 @@ def _case(seed, name):
     heads = rng.choice(((1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (4, 4)))
     dims = rng.choice(((16, 16), (16, 16), (8, 8), (7, 7), (24, 8), (5, 11), (32, 32)))
     dims = rng.choice((*MLA, dims)) if name in ("fa3", "fa4") else dims
-    heads = heads if name != "cudnn_varlen" else (heads[0], heads[0])
     case = replace(case, dtype=rng.choice(DTYPES[name]), heads=heads, dims=dims, batch=rng.choice((1, 1, 2)), seed=seed)
     answers = None
     if kind == "asks" and KERNELS[name].honours.mask_function:
@@ -171,7 +170,7 @@ def test_every_layout_of_every_operand(name, layout, monkeypatch):
     kernel = {"cpu_flash": CpuFlash(), **KERNELS}[name]
     tiles = [Tile(2, 20, 1, 30, lo=-11, hi=4), Tile(20, 33, 0, 30), Tile(0, 1, 0, 30)]
     for dims in ((16, 16), (8, 24)):
-        case = Case(torch.bfloat16, tiles, 33, 30, (4, 4 if name == "cudnn_varlen" else 2), dims, 2)
+        case = Case(torch.bfloat16, tiles, 33, 30, (4, 2), dims, 2)
         for operand in range(4):
             tensors = list(case.tensors())
             tensors[operand] = LAYOUTS[layout](tensors[operand])
@@ -325,7 +324,7 @@ def test_cudnn_gets_full_and_square_causal_slices_only(tiles, ran):
     assert set(calls) == {ran}
 
 
-def test_cudnn_gets_neither_short_slices_nor_large_tensors_nor_ever_new_shapes(monkeypatch):
+def test_cudnn_gets_neither_short_slices_nor_large_tensors_nor_ever_new_shapes(monkeypatch, caplog):
     calls, kernel = [], None
 
     def ran(rows, fresh=True):
@@ -342,7 +341,10 @@ def test_cudnn_gets_neither_short_slices_nor_large_tensors_nor_ever_new_shapes(m
     assert ran(20) == ["flash"] * 2
     assert ran(19) == ["cudnn"] * 2
     monkeypatch.setattr(cuda_flash, "CUDNN_GRAPHS", 4)
+    assert not caplog.records
     assert [ran(rows, rows == 13)[0] for rows in (13, 14, 15, 13, 14, 15)] == ["cudnn", "cudnn", "flash"] * 2
+    assert len(caplog.records) == 2, "once for each of the two kernels"
+    assert {record.getMessage().split(",")[0] for record in caplog.records} == {"cuDNN has graphs for 4 shapes"}
 
 
 @pytest.mark.parametrize("wrong", ["dout", "out", "lse"])
@@ -437,7 +439,6 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
     monkeypatch.setattr(
         loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], checks_finite=False)
     )
-    groups = 4 if name == "cudnn_varlen" else 2
     for number, (kind, make) in enumerate(PLANS.items()):
         mask = make()
         if not mask.is_structured and not KERNELS[name].honours.mask_function:
@@ -446,10 +447,10 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
             if scheme.startswith("hybrid") and layout.world_size < 4:
                 continue
             plan = longspan.plan(
-                mask, layout, q_heads=4, kv_heads=groups, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
+                mask, layout, q_heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype="bfloat16",
                 scheme=scheme,
             )  # fmt: skip
-            case = Case(torch.bfloat16, [], 48, 48, (4, groups), dims, seed=number)
+            case = Case(torch.bfloat16, [], 48, 48, (4, 2), dims, seed=number)
             q, k, v, dout = case.tensors()
             seen = allowed(plan.mask, 1, 4, 48)
             out, lse, dq, dk, dv = loopback.run_loopback(plan, q, k, v, dout, scale=0.3)

@@ -1,7 +1,8 @@
 """Which kernel runs on which GPU: by capability, by what is asked, never on ROCm; and operators outside CUDA graphs."""
 
 import re
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from longspan.errors import KernelError
 from longspan.kernels import Features, choose_kernel, flex, why_not_inside
 from longspan.run import ops
 from longspan.scoring.pipeline import Scoring
+from longspan.versions import minor
 
 FUSED = ("varlen", "flash", "efficient", "cudnn", "flex", "fa3", "fa4", "cudnn_varlen")
 MASK, SCORE = Features(mask_function=True), Features(score_function=True)
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+FROM_2_14 = minor(torch.__version__) >= (2, 14)
 
 
 def _three(dtype, dim=64):
@@ -96,14 +99,63 @@ def test_a_named_package_is_used_or_refused(gpu, installed):
         choose_kernel("fa4", *_three(BRAIN))
 
 
-def test_cudnn_takes_no_groups_of_heads(gpu, installed):
+@pytest.mark.parametrize(("release", "takes"), [("2.14.1", False), ("2.15.0", True)])
+def test_cudnn_takes_groups_of_heads_by_name(release, takes, gpu, installed, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", release)
     installed("cuDNN")
     gpu((9, 0))
     q, one = (torch.empty(1, heads, 8, 64, dtype=BRAIN, device="cuda") for heads in (2, 1))
     assert choose_kernel("auto", q, q, q) == choose_kernel("cudnn_varlen", q, q, q) == "cudnn_varlen"
-    assert choose_kernel("auto", q, one, one) == "varlen"
-    with pytest.raises(KernelError, match=r"'cudnn_varlen'.*no groups of heads.*2 on 1"):
+    assert choose_kernel("auto", q, one, one) == "varlen", "nobody has run it on a GPU"
+    if takes:
+        assert choose_kernel("cudnn_varlen", q, one, one) == "cudnn_varlen"
+        return
+    with pytest.raises(KernelError, match=r"'cudnn_varlen'.*groups of heads from PyTorch 2\.15 on.*2 on 1"):
         choose_kernel("cudnn_varlen", q, one, one)
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_fa3_is_refused_where_its_backward_is_not_deterministic(warn_only, gpu, installed):
+    installed("FA3")
+    gpu((9, 0))
+    wide = _three(BRAIN, 200)  # rounded up to 256
+    assert choose_kernel("auto", *wide) == "fa3"
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert choose_kernel("auto", *wide) == "varlen"
+        with pytest.raises(KernelError, match=r"'fa3'.*deterministic up to head dim 192.*200"):
+            choose_kernel("fa3", *wide)
+        assert choose_kernel("auto", *_three(BRAIN, 192)) == "fa3"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose_kernel("auto", *wide) == "fa3"
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "says"),
+    [
+        ((9, 0), (), r"kernel='fa3' is faster\. It needs FlashAttention 3 \(flash_attn_3.*FA3 cannot be loaded"),
+        ((10, 3), (), r"kernel='fa4' is faster\. It needs FlashAttention 4 \(pip install flash-attn-4\).*FA4 cannot"),
+        ((9, 0), ("FA3",), None),
+        ((10, 0), ("FA4",), None),
+        ((8, 0), (), None),
+        ((12, 0), (), None),
+    ],
+)
+def test_fa2_on_a_gpu_with_a_faster_kernel_is_a_warning(capability, packages, says, gpu, installed, caplog):
+    gpu(capability)
+    installed(*packages)
+    for dim in (64, 128):
+        for _ in range(2):
+            choose_kernel("auto", *_three(BRAIN, dim))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if says is None:
+        assert not warned
+        assert choose_kernel("varlen", *_three(BRAIN)) == "varlen", "named"
+        assert ("It is installed." in caplog.text) == bool(packages)
+        return
+    (text,) = warned
+    assert re.search(says, text)
 
 
 def test_what_the_user_activated_is_obeyed(gpu, installed, monkeypatch):
@@ -128,7 +180,7 @@ def test_the_choice_of_auto_is_logged_once(gpu, installed, caplog):
                 choose_kernel("auto", *_three(BRAIN, dim))
                 choose_kernel("varlen", *_three(BRAIN, dim))
         choose_kernel("auto", *((torch.zeros(1, 2, 8, 16),) * 3))
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second = (record.getMessage() for record in caplog.records if record.levelname == "INFO")
     assert "'auto' runs varlen (FA2) on cuda:0 and not fa3: FA3 cannot be loaded" in first
     assert "cudnn_varlen: cuDNN cannot be loaded" in first
     assert "'auto' runs fa3 on cuda:0" in second
@@ -153,17 +205,101 @@ def test_packages_are_called_without_replacing_operators(monkeypatch):
         kernel.op(x, x, x, starts, starts, (4, 4), (-1, 0), 0.5)
         kernel.backward_op(x, x, x, x, x, x[..., 0], starts, starts, (4, 4), (3, 0), 0.5)
     expected = {"scale": 0.5, "window_size_left": -1, "window_size_right": 0}
+    splits = {"num_splits": 1} if minor(torch.__version__) >= (2, 12) else {}
     assert [(kind, more) for kind, _, more in calls] == [
-        ("forward", expected), ("backward", {**expected, "window_size_left": 3})
+        ("forward", {**expected, **splits}), ("backward", {**expected, "window_size_left": 3})
     ] * 2  # fmt: skip
     assert all(args[2:6] == (4, 4, 0.0, kind == "forward") for kind, args, _ in calls)
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
+PASSES_SPLITS = pytest.mark.skipif(minor(torch.__version__) < (2, 12), reason="PyTorch 2.11 runs neither FA3 nor FA4")
+
+
+@PASSES_SPLITS
 @pytest.mark.parametrize("name", ["FA3", "FA4"])
 def test_a_missing_package_is_a_reason(name):
     _torch.flash_package.cache_clear()
     assert f"{name} cannot be loaded (ModuleNotFoundError" in _torch.flash_package(name)
+
+
+def test_pytorch_2_11_runs_neither_fa3_nor_fa4(monkeypatch):
+    """It passes no `num_splits`, and FA4 without windows."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    for name in ("FA3", "FA4"):
+        _torch.flash_package.cache_clear()
+        assert _torch.flash_package(name) == f"{name} needs PyTorch 2.12 or newer, and this is 2.11.0"
+    _torch.flash_package.cache_clear()
+
+
+def _call(run):
+    """A causal call of three slices through PyTorch's wrapper of a package."""
+    q, starts = torch.zeros(8, 2, 64, dtype=BRAIN), torch.tensor([0, 3, 8], dtype=torch.int32)
+    return _torch.flash(q, q, q, starts, starts, (5, 5), (-1, 0), 1.0, run=run)
+
+
+@PASSES_SPLITS
+def test_fa3_does_not_split_keys(monkeypatch):
+    """With 0 its host code may: 10 GiB of partial results for 1M causal tokens on 8 ranks."""
+    from torch.nn.attention import _fa3
+
+    seen = []
+
+    def forward(q, *args):
+        seen.append(args[-3])  # before pack_gqa and sm_margin
+        return q, torch.zeros(2, len(q)), None, None
+
+    monkeypatch.setattr(_fa3, "_fa3_forward_support_error", lambda *_: None)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", forward)
+    _call(_fa3._fa3_flash_attention_forward_impl_default)
+    assert seen == [1]
+
+
+@PASSES_SPLITS
+@pytest.mark.parametrize(
+    ("release", "results", "fits"),
+    [
+        ("4.0.0b4", 2, False),  # no windows on 9.x
+        ("4.0.0b18", 2, True),
+        ("4.0.0b19.dev1+g12ab", 4, FROM_2_14),
+        ("4.0.0b36", 5, FROM_2_14),
+        ("4.0.0", 5, FROM_2_14),
+    ],
+)
+def test_fa4_is_refused_where_pytorch_cannot_call_it(release, results, fits, monkeypatch):
+    """PyTorch 2.12 and 2.13 take two results, and raise in every call with 4.0.0b19 or newer."""
+    from torch.nn.attention import _fa4
+
+    seen = []
+
+    def forward(q, k, v, **options):
+        seen.append(options["num_splits"])
+        return q, torch.zeros(2, len(q)), *(None,) * (results - 2)
+
+    package = ModuleType("flash_attn.cute.interface")
+    package._flash_attn_fwd, package._flash_attn_bwd = forward, lambda q, k, v, *_, **__: (q, k, v)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].__path__ = []
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
+    monkeypatch.setattr(_torch.metadata, "version", lambda _: release)
+    monkeypatch.setattr(_fa4, "_fa4_forward_support_error", lambda *_: None)
+    for known in (_torch.flash_package, _fa4._fa4_import_module):
+        known.cache_clear()
+    try:
+        found = _torch.flash_package("FA4")
+        if fits:
+            _call(found[0])
+            assert seen == [1]
+        else:
+            assert f"flash-attn-4 {release} does not fit PyTorch {torch.__version__}: 2.12 and 2.13 run" in found
+        if results > 2 and not FROM_2_14:
+            monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "flash_attn.cute.interface")
+            with pytest.raises(ValueError, match="too many values to unpack"):
+                _call(_fa4._fa4_flash_attention_forward_impl)
+    finally:
+        for known in (_torch.flash_package, _fa4._fa4_import_module):
+            known.cache_clear()
 
 
 def test_cudnn_is_a_matter_of_versions(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from longspan import _torch
@@ -46,6 +47,11 @@ _CHOICES = {
     "sdpa": ("cpu_flash", "varlen", "efficient"),
     "auto": ("cpu_flash", "fa3", "fa4", "cudnn_varlen", "varlen", "flex", "efficient", "reference"),
 }
+_FASTER = {
+    9: ("fa3", "FlashAttention 3 (flash_attn_3, in hopper/ of github.com/Dao-AILab/flash-attention)"),
+    10: ("fa4", "FlashAttention 4 (pip install flash-attn-4) beside PyTorch 2.14 or newer"),
+}
+"""The kernel that is faster than FA2 on GPUs of a compute capability, and what it needs."""
 _COMPUTED_BY = {"fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "cudnn_varlen": "cuDNN"}
 
 
@@ -107,6 +113,7 @@ def choose_kernel(
     elif not (features.mask_function or features.score_function):
         dims = q_BHQD.shape[1], k_BGKD.shape[1], q_BHQD.shape[3], v_BGKE.shape[3]
         gpu = device, _torch.capability(device), _torch.rocm(), implementation()
+        gpu = *gpu, torch.are_deterministic_algorithms_enabled()
         key = name, q_BHQD.dtype, features, dims, gpu
     if key in _known_choices:
         return _known_choices[key]
@@ -123,6 +130,8 @@ def choose_kernel(
             return f"{implementation()} was activated in PyTorch, and `varlen` runs it"
         if kernel.name == "fa4" and (_torch.capability(device) or (0,))[0] < 10:
             return "it was written for compute capability 10.0"
+        if kernel.name == "cudnn_varlen" and q_BHQD.shape[1] != k_BGKD.shape[1]:
+            return "with groups of heads it runs only by name until somebody has run it on a GPU"
         if kernel.name != "flex":
             return None
         if not (features.mask_function or features.score_function):
@@ -140,6 +149,8 @@ def choose_kernel(
                 _known_choices[key] = candidate
             if name == "auto" and not on_cpu:
                 _report(f"kernel 'auto' runs {full_name(candidate)} on {device}", whys[1:])
+            if implementation_of(candidate) == "FA2":
+                _warn_of_fa2(q_BHQD, k_BGKD, v_BGKE)
             return candidate
         whys.append(f"{candidate}: {why}" if name in _CHOICES else why)
     fit = [repr(other) for other, kernel in _KERNELS.items() if refusal(kernel) is None]
@@ -151,3 +162,15 @@ def _report(choice: str, whys: list[str]) -> None:
     if text not in _reported:
         _reported.add(text)
         _log.info("%s", text)
+
+
+def _warn_of_fa2(*qkv: Tensor) -> None:
+    """Warn once if FA2 runs on a GPU for which there is a faster package."""
+    capability = _torch.capability(qkv[0].device)
+    faster, source = _FASTER.get(capability[0] if capability else 0, (None, ""))
+    if faster is None or f"FA2 beside {faster}" in _reported:
+        return
+    _reported.add(f"FA2 beside {faster}")
+    why = _KERNELS[faster].refuses(*qkv)
+    state = "It is installed." if why is None else f"It needs {source}, and does not run now: {why}."
+    _log.warning("FlashAttention 2 runs on %s, where kernel=%r is faster. %s", qkv[0].device, faster, state)

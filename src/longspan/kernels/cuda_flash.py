@@ -6,11 +6,12 @@ layouts with a model that reads by address. Shapes: see contract.py; T counts th
 The operator aligns its diagonal to the bottom-right corner and takes a window (left, right) around it. A tight tile of
 `rows` x `cols` is such a window: row i sees columns i - hi to i - lo, and with `shift = cols - rows` that is left =
 hi + shift and right = -lo - shift, neither of which can be negative when no row and no column is without a partner.
-FA2 closes an open side at `cols`, which is wrong for more rows than keys + 1: it gets such tiles in parts (`fa2_parts`).
+FA2 closes an open side at `cols`, which is wrong for more rows than keys + 1: such tiles go in parts (`fa2_parts`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,9 @@ from torch import Tensor
 from longspan import _torch
 from longspan.kernels.contract import AMPERE, Group, TileWork, Upstream, gpu_refusal, pad_last_dim
 from longspan.tile import PLAIN, Features, Tile, cached
+from longspan.versions import minor
 
+_log = logging.getLogger("longspan")
 MULTIPLE = 8
 
 Window = tuple[int, int]
@@ -66,8 +69,10 @@ class Version:
     """Head dims, in words."""
     widths: Callable[[int, int], tuple[int, int] | None]
     """Dims of q and k, and of v, that tensors of these dims are padded to; None if it takes neither."""
-    has_groups: bool = True
-    """Whether several query heads may share a key head."""
+    deterministic: int = 256
+    """Largest head dim of backward with `torch.use_deterministic_algorithms`."""
+    groups_since: tuple[int, int] = (0, 0)
+    """The version of PyTorch from which several query heads may share a key head."""
 
 
 def _fa2_widths(d: int, e: int) -> tuple[int, int] | None:
@@ -93,9 +98,9 @@ def _cudnn_widths(d: int, e: int) -> tuple[int, int] | None:
 
 VERSIONS = {
     "FA2": Version(None, "up to 256", _fa2_widths),
-    "FA3": Version((9,), "up to 256", _fa3_widths),
+    "FA3": Version((9,), "up to 256", _fa3_widths, deterministic=192),
     "FA4": Version((9, 10), "up to 128, or 192 with values of 128", _fa4_widths),
-    "cuDNN": Version((9, 10), "up to 128", _cudnn_widths, has_groups=False),
+    "cuDNN": Version((9, 10), "up to 128", _cudnn_widths, groups_since=(2, 15)),
 }
 
 
@@ -133,8 +138,12 @@ class Flash:
                 return f"it needs compute capability {need}, and that of {q_BHQD.device} is {have}"
         if self.version.widths(*dims) is None:
             return f"it takes head dims {self.version.takes}, and the largest here is {max(dims)}"
-        if not self.version.has_groups and q_BHQD.shape[1] != k_BGKD.shape[1]:
-            return f"it takes no groups of heads, and there are {q_BHQD.shape[1]} on {k_BGKD.shape[1]}"
+        if max(dims) > self.version.deterministic and torch.are_deterministic_algorithms_enabled():
+            return f"its backward is deterministic up to head dim {self.version.deterministic}, and here is {max(dims)}"
+        heads, since = (q_BHQD.shape[1], k_BGKD.shape[1]), self.version.groups_since
+        if heads[0] != heads[1] and minor(torch.__version__) < since:
+            need = "{}.{}".format(*since)
+            return f"it takes groups of heads from PyTorch {need} on, and there are {heads[0]} on {heads[1]}"
         package = None if self.package is None else _torch.flash_package(self.package)
         return package if isinstance(package, str) else None
 
@@ -393,8 +402,10 @@ def cudnn_varlen(
     if a slice is a square.
     """
     graphs: set[object] = set()
+    told = False
 
     def takes(q: Tensor, k: Tensor, v: Tensor, *rest: Any, backward: bool = False) -> bool:
+        nonlocal told
         starts_q, starts_k, longest, window, _ = rest
         if window != (-1, -1) and (window != (-1, 0) or starts_q is not starts_k):
             return False
@@ -403,6 +414,13 @@ def cudnn_varlen(
         key = q.device, q.dtype, q.shape, k.shape, v.shape, starts_q.shape, longest, window, backward
         if key not in graphs and len(graphs) < CUDNN_GRAPHS:
             graphs.add(key)
+        if key not in graphs and not told:
+            told = True
+            _log.warning(
+                "cuDNN has graphs for %d shapes, the most that it gets. Launches of other shapes run on PyTorch's flash"
+                " attention, with other speed and rounding. Pass kernel='varlen' to run all of them on it.",
+                CUDNN_GRAPHS,
+            )
         return key in graphs
 
     def forward(*operands: Any) -> tuple[Tensor, Tensor]:

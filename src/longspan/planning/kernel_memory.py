@@ -2,7 +2,9 @@
 
 A launch works on `rows` query rows and `cols` key rows of one batch row, in `slices`, for `q_heads` query heads and
 `kv_heads` key heads of `width` features (padded equally for q, k and v). If it takes only part of the rows, q, k and v
-are packed first. In forward, no kernel allocates more than that and its results. In backward, buffers have the rows of
+are packed first. In forward, FA3 and FA4 allocate no more than that and their results: `num_splits=1` keeps them from
+splitting keys over partial results. FA2 has no such argument for a single slice, and splits its keys if there are fewer
+than 1.6 * SMs blocks of 64 rows, over batch and heads: up to 0.2 GB, not counted. In backward, buffers have the rows of
 one slice rounded up to 128, or of several slices plus 128 for each, and hold:
 
     FA2         dq of all query heads in float32, ceil(SMs / (batch * slices * heads)) times where algorithms must be
