@@ -9,6 +9,8 @@ if they are long enough, and what is left at the end of the sequence goes to the
 >>> profile = View.of(causal(8), 8).profile(8)
 >>> deal_slices([profile], 8, 2).tolist()
 [[0, 4, 0], [4, 8, 1]]
+
+Eight tokens are too few for slices of two, which take at least 16.
 """
 
 from __future__ import annotations

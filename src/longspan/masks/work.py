@@ -20,6 +20,7 @@ from longspan.masks.tiles import EMPTY, Classifier, tile_pairs
 from longspan.spans import Ints, Span, join
 
 Floats = NDArray[np.float64]
+Pairs = NDArray[np.int64 | np.float64]
 
 BLOCK = 128
 SIDE = 4096
@@ -65,7 +66,7 @@ class BlockWork:
 
     def in_rows(self, spans: Ints) -> Floats:
         """Return the pairs that are computed in the rows of each (start, stop) span."""
-        at = np.interp(spans[:, :2] / self.block, np.arange(len(self._totals)), self._totals)
+        at: Floats = np.interp(spans[:, :2] / self.block, np.arange(len(self._totals)), self._totals)
         return (at[:, 1] - at[:, 0]) * self.block**2
 
     def variance_of_rows(self, spans: Ints, owner: Ints, num: int) -> Floats:
@@ -83,10 +84,10 @@ class BlockWork:
         before = np.cumsum(pairs) - pairs
         target = share * pairs.sum()
         k = int(np.searchsorted(before, target, side="right")) - 1
-        blocks = np.arange(len(self._totals))
-        blocks_before = float(np.interp(rows[k, 0] / self.block, blocks, self._totals))
-        at = np.interp(blocks_before + (target - before[k]) / self.block**2, self._totals, blocks) * self.block
-        return int(np.clip(round(float(at)), *rows[k, :2]))
+        blocks = np.arange(len(self._totals), dtype=np.float64)
+        block_at: Floats = np.interp(rows[k, :1] / self.block, blocks, self._totals)
+        at: Floats = np.interp(block_at + (target - before[k]) / self.block**2, self._totals, blocks)
+        return min(max(round(float(at[0]) * self.block), int(rows[k, 0])), int(rows[k, 1]))
 
     def in_bands(self, bands: Ints) -> Floats:
         """Return the pairs that are computed of parts of the plane's bands.
@@ -136,7 +137,7 @@ def block_work(plane: Plane) -> BlockWork | None:
     return plane.memo[0]
 
 
-def pairs_in(plane: Plane, bands: Ints) -> Ints | Floats:
+def pairs_in(plane: Plane, bands: Ints) -> Pairs:
     """Return how many pairs kernels compute of parts of the plane's bands."""
     work = block_work(plane)
     return bd.area(bands) if work is None else work.in_bands(bands)
