@@ -81,8 +81,8 @@ class BlockWork:
     def row_at(self, rows: Ints, share: float) -> int:
         """Return the position in sorted (start, stop) rows before which `share` of their pairs lie."""
         pairs = self.in_rows(rows)
-        before = np.cumsum(pairs) - pairs
-        target = share * pairs.sum()
+        before: Floats = np.cumsum(pairs) - pairs
+        target = share * float(pairs.sum())
         k = int(np.searchsorted(before, target, side="right")) - 1
         blocks = np.arange(len(self._totals), dtype=np.float64)
         block_at: Floats = np.interp(rows[k, :1] / self.block, blocks, self._totals)
