@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.workloads import WORKLOADS, Workload
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balance import View, balanced, profile_of, remote_rows, solve_cached
+from longspan.layouts.balance import balanced, remote_rows, solve_cached
+from longspan.layouts.profile import View
 from longspan.masks import Mask
 
 MOST_TOKENS = 1.01
@@ -44,7 +45,7 @@ def count(layout: Layout, mask: Mask) -> Score:
     """Return the score of a layout under a mask, in closed form."""
     seq_len, world_size = layout.seq_len, layout.world_size
     view = View.of(mask, seq_len)
-    pairs = profile_of(view.bands, seq_len, view.weights).of_spans(layout.table[:, :2])
+    pairs = view.profile(seq_len).of_spans(layout.table[:, :2])
     work = np.bincount(layout.table[:, 2], weights=pairs, minlength=world_size)
     remote = remote_rows(view.bands, layout.by_position, world_size, seq_len)
     return Score(
@@ -77,7 +78,7 @@ def heaviest_first(mask: Mask, world_size: int, block: int = 512) -> Layout:
     view = View.of(mask, seq_len)
     starts = np.arange(0, seq_len, block, dtype=np.int64)
     blocks = np.stack((starts, np.minimum(starts + block, seq_len)), axis=1)
-    work = profile_of(view.bands, seq_len, view.weights).of_spans(blocks)
+    work = view.profile(seq_len).of_spans(blocks)
     room = -(-len(blocks) // world_size)
     heap = [(0, rank, 0) for rank in range(world_size)]
     rows: list[tuple[int, int, int]] = []

@@ -30,6 +30,8 @@ LINES = {
 }
 PROGRAM = f"losses differ from one process by {SMALL}, gradient norms by {SMALL}"
 EXAMPLES = {
+    "block_diffusion": f"one process {SMALL}",
+    "draft_model": f"one process {SMALL}",
     "fsdp2": r"step 19 loss \d",
     "grpo_fsdp2": PROGRAM,
     "hf_trainer": f"one process {SMALL}",

@@ -15,7 +15,8 @@ from benchmarks.workloads import MI, WORKLOADS, Workload, document_lengths
 from longspan import masks
 from longspan.errors import LayoutError, MaskError
 from longspan.layouts import Layout, contiguous, zigzag
-from longspan.layouts.balance import View, balanced, largest, profile_of, remote_rows, segments_of
+from longspan.layouts.balance import balanced, largest, remote_rows, segments_of
+from longspan.layouts.profile import View
 from longspan.masks import Mask, causal, documents, sliding_window
 
 JUDGE = Path(__file__).parents[3] / "shared" / "judges" / "layout.py"
@@ -216,7 +217,7 @@ def test_work_and_remote_rows_equal_the_dense_count(name: str) -> None:
     allowed = np.stack([dense(masks.per_head(Mask(((p,),), seq_len, "p")), seq_len) for p in mask.distinct_planes()])
     served = [sum(plane is p for row in mask.grid for plane in row) for p in mask.distinct_planes()]
     pairs = (allowed.sum(axis=2) * np.array(served)[:, None]).sum(axis=0)
-    before = profile_of(view.bands, seq_len, view.weights).before(np.arange(seq_len + 1))
+    before = view.profile(seq_len).before(np.arange(seq_len + 1))
     assert before.tolist() == [0, *(2 * np.cumsum(pairs)).tolist()]
     found = remote_rows(view.bands, layout.by_position, world_size, seq_len)
     for rank in range(world_size):

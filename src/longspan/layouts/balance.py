@@ -24,100 +24,23 @@ takes its last row, 5 pairs, and fills up with the short documents, 4 pairs. Onl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layouts.layout import Layout, check_masks, check_sizes
+from longspan.layouts.profile import Bools, Profile, View
+from longspan.layouts.slices import deal_slices
 from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.spans import Ints, check_int, intersect, join, union
 
-# -- Work per row, and segments ----------------------------------------------------------------------------------------
+# -- Segments ----------------------------------------------------------------------------------------------------------
 # A segment is a run of rows that attend to one another (a document, a chunk, the tokens of a global prefix); a cut
-# between two segments costs nothing. Work is counted in allowed pairs. The number of keys that a row attends to is
-# linear between the edges and bends of the bands, so the number of pairs before any row is quadratic there. No cost
-# grows with the length of the sequence.
-
-
-Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Twice the allowed pairs in the rows before each edge, and the quadratic that holds until the next edge.
-
-    Twice, so that triangles of pairs are integers.
-    """
-
-    edges: Ints
-    twice: Ints
-    linear: Ints
-    square: Ints
-
-    @property
-    def whole(self) -> int:
-        """Twice the allowed pairs of all rows."""
-        return int(self.twice[-1])
-
-    def before(self, rows: Ints) -> Ints:
-        """Return twice the allowed pairs in the rows before each of `rows`.
-
-        >>> profile_of(np.array([[0, 4, 0, 4, 0, bd.LIMIT]]), 4).before(np.arange(5)).tolist()
-        [0, 2, 6, 12, 20]
-        """
-        k = np.searchsorted(self.edges, rows, side="right") - 1
-        d = rows - self.edges[k]
-        return self.twice[k] + d * (self.linear[k] + d * self.square[k])
-
-    def of_spans(self, spans: Ints) -> Ints:
-        """Return twice the allowed pairs in the rows of each span."""
-        return self.before(spans[:, 1]) - self.before(spans[:, 0])
-
-    def reader(self) -> Callable[[int], int]:
-        """Return `before` for one row at a time, without numpy, which is slow on single numbers."""
-        edges, twice, linear, square = (part.tolist() for part in (self.edges, self.twice, self.linear, self.square))
-
-        def before(row: int) -> int:
-            k = bisect_right(edges, row) - 1
-            d = row - edges[k]
-            return twice[k] + d * (linear[k] + d * square[k])
-
-        return before
-
-
-def profile_of(bands: Ints, seq_len: int, weights: Ints | None = None) -> Profile:
-    """Return the work of bands over rows 0 to seq_len; `weights` says how often each band counts.
-
-    Row q of a band attends to keys from max(k0, q - hi) up to min(k1, q - lo + 1): the upper end stops rising at
-    `flat`, the lower end starts rising at `lift`. There, and at the band's edges, the number of keys jumps or bends.
-    """
-    weight = np.ones(len(bands), dtype=np.int64) if weights is None else weights
-    q0, q1, k0, k1, lo, hi = bands.T
-    flat, lift = k1 + lo - 1, k0 + hi
-
-    def num_keys(q: Ints) -> Ints:
-        return np.minimum(k1, q - lo + 1) - np.maximum(k0, q - hi)
-
-    at_flat, at_lift = (q0 < flat) & (flat < q1), (q0 < lift) & (lift < q1)
-    position = np.concatenate((q0, q1, flat[at_flat], lift[at_lift]))
-    edges, where = np.unique(np.concatenate((position, [0, seq_len])), return_inverse=True)
-    jump, bend = np.zeros(len(edges), dtype=np.int64), np.zeros(len(edges), dtype=np.int64)
-    np.add.at(jump, where[: 2 * len(bands)], np.concatenate((weight * num_keys(q0), -weight * num_keys(q1))))
-    first = (q0 < flat).astype(np.int64) - (q0 >= lift)
-    last = (flat >= q1).astype(np.int64) - (lift < q1)
-    np.add.at(bend, where[:-2], np.concatenate((weight * first, -weight * last, -weight[at_flat], -weight[at_lift])))
-    slopes = np.cumsum(bend)
-    width = np.diff(edges)
-    jump[1:] += slopes[:-1] * width
-    linear = 2 * np.cumsum(jump) - slopes
-    twice = np.concatenate(([0], np.cumsum(width * (linear[:-1] + width * slopes[:-1]))))
-    return Profile(edges, twice, linear, slopes)
+# between two segments costs nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,28 +546,8 @@ UNEVEN = 0.005
 """Imbalance beyond BALANCED from which the others are tried on many ranks too."""
 ROUGH = 0.3
 """Imbalance beyond BALANCED from which dealing slices by work alone, ignoring remote keys, is tried too."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """One mask as bands, each with the number of heads and batch rows that use it."""
-
-    bands: Ints
-    weights: Ints
-
-    @staticmethod
-    def of(mask: Mask, seq_len: int) -> View:
-        users = Counter(id(plane) for row in mask.grid for plane in row)
-        count = [users[id(plane)] for plane in mask.distinct_planes()]
-        regions = [bd.tighten(region) for region in mask.regions(seq_len)]
-        weights = np.repeat(np.array(count, dtype=np.int64), [len(region) for region in regions])
-        return View(np.concatenate(regions), weights)
-
-    def mirror(self, seq_len: int) -> View:
-        """Return the same pairs with positions counted from the end."""
-        q0, q1, k0, k1, lo, hi = self.bands.T
-        turned = (seq_len - q1, seq_len - q0, seq_len - k1, seq_len - k0, -hi, -lo)
-        return View(np.stack(turned, axis=1), self.weights)
+LOCAL = 0.03
+"""The same for masks with functions, whose work rarely rises along a segment."""
 
 
 def balanced(
@@ -654,7 +557,8 @@ def balanced(
 
     Tokens per rank differ by about a percent if that saves cuts; with `equal_tokens` every rank has the same number of
     slots, the last of which may be padding. `span_keys` is the cost of a span in remote keys: recurrences pass a state
-    from span to span, which costs as much as some thousand keys.
+    from span to span, which costs as much as some thousand keys. The functions of masks are called on all pairs of up
+    to 4,096 tokens, and on as many of longer sequences, to find the blocks that kernels compute.
 
     >>> from longspan.masks import causal, documents
     >>> balanced(causal(16), world_size=2, equal_tokens=True).spans(0)
@@ -673,7 +577,9 @@ def balanced(
         mask.length(length)  # raises if it has another
     length, world_size = check_sizes(length, world_size, "balanced")
     span_keys = check_int(span_keys, "span_keys", "balanced()", LayoutError)
-    return solve_cached(masks, length, world_size, equal_tokens, span_keys)
+    # Masks with functions are not cached: they may hold large tensors, which may change.
+    solve = solve_cached if all(mask.is_structured for mask in masks) else solve_cached.__wrapped__
+    return solve(masks, length, world_size, equal_tokens, span_keys)
 
 
 @lru_cache(maxsize=32)
@@ -690,14 +596,19 @@ def solve(views: list[View], seq_len: int, world_size: int, equal_tokens: bool =
     """Return (start, stop, rank) rows, by rank and then position, with each of `seq_len` positions once."""
     if world_size == 1 or seq_len == 0:
         return np.array([[0, seq_len, 0]], dtype=np.int64)[: int(seq_len > 0)]
-    views = list({(view.bands.tobytes(), view.weights.tobytes()): view for view in views}.values())
+    views = list({tuple(part.tobytes() for part in (v.bands, v.weights, v.rows)): v for v in views}.values())
     problem = _Problem.of(views, seq_len, world_size, equal_tokens, span_keys)
-    if problem.rises():
+    has_functions = any(len(view.rows) for view in views)
+    if has_functions and len(problem.segments.deep) == 1:  # every cut costs the same
+        rows = deal_slices(problem.profiles, seq_len, world_size)
+    elif problem.rises():
         rows = _best(problem)
     else:  # dealing wants heavy rows last
         mirrored = [view.mirror(seq_len) for view in views]
         rows = _best(_Problem.of(mirrored, seq_len, world_size, equal_tokens, span_keys))
         rows[:, :2] = seq_len - rows[:, 1::-1]
+    if has_functions and problem.quality(rows)[0] > LOCAL:
+        rows = min(rows, deal_slices(problem.profiles, seq_len, world_size), key=problem.quality)
     rows[:, 2] = problem.renumber(rows)[rows[:, 2]]
     return rows[np.lexsort((rows[:, 0], rows[:, 2]))]
 
@@ -716,7 +627,7 @@ class _Problem:
 
     @staticmethod
     def of(views: list[View], seq_len: int, world_size: int, exact: bool, span_keys: int = 0) -> _Problem:
-        profiles = [profile_of(view.bands, seq_len, view.weights) for view in views]
+        profiles = [view.profile(seq_len) for view in views]
         # The mask with most pairs leads: its work is balanced exactly, that of the others by strata of segments.
         order = sorted(range(len(views)), key=lambda i: (-profiles[i].whole, i))
         grain = max(1, seq_len // (16 * world_size))

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longspan.errors import LayoutError
-from longspan.layouts.balance import profile_of
 from longspan.layouts.layout import Layout, check_masks, check_sizes
+from longspan.layouts.profile import profile_of_plane
 from longspan.masks import Mask
 from longspan.masks.document_rows import document_edges
 from longspan.spans import Ints, check_int
@@ -147,7 +147,8 @@ def round_robin_by_work(mask: Mask, world_size: int, *, seq_len: int | None = No
     starts = np.arange(0, length, block, dtype=np.int64)
     stops = np.minimum(starts + block, length)
     blocks = np.stack((starts, stops), axis=1)
-    work = sum(profile_of(region, length).of_spans(blocks) for region in mask.regions(length))
+    planes = mask.resized(length).distinct_planes()
+    work = sum(profile_of_plane(plane, length).of_spans(blocks) for plane in planes)
     order = np.argsort(-work, kind="stable")
     turn = np.arange(len(starts), dtype=np.int64) % (2 * world_size)
     rank = np.empty(len(starts), dtype=np.int64)

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import LayoutError
-from longspan.layouts.balance import GRID, Cut, Dealer, Ordered, Profile, profile_of
+from longspan.layouts.balance import GRID, Cut, Dealer, Ordered
 from longspan.layouts.layout import Layout, check_sizes
+from longspan.layouts.profile import Profile, profile_of
 from longspan.masks import bands as bd
 from longspan.masks.document_rows import document_edges
 from longspan.spans import Ints, check_int

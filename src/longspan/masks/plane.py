@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,10 @@ class Plane:
     sure: Ints
     maybe: Ints = field(default_factory=bd.empty)
     predicate: Predicate | None = None
+    is_blocks: bool = False
+    """Whether `maybe` lists blocks that all hold an allowed pair, as a BlockMask does: kernels compute all of it."""
+    memo: list[Any] = field(default_factory=list[Any], init=False, repr=False)
+    """What `masks.work` found out about it."""
 
     def __post_init__(self) -> None:
         if not len(self.maybe):
@@ -61,6 +65,8 @@ class Plane:
 
     def allows(self, q: Ints, kv: Ints) -> Bools:
         """Return whether each pair is allowed; `q` and `kv` broadcast against each other."""
+        if self.predicate is not None and self._is_open(q, kv):
+            return self.predicate.allows(q, kv)
         wide_q, wide_kv = np.broadcast_arrays(q, kv)
         allowed = bd.contains(self.sure, wide_q, wide_kv)
         if self.predicate is not None:
@@ -70,8 +76,20 @@ class Plane:
             allowed |= bd.contains(self.maybe, wide_q, wide_kv) & self.predicate.allows(*near)
         return allowed
 
+    def _is_open(self, q: Ints, kv: Ints) -> bool:
+        """Return whether one band of `maybe` holds all of these pairs, so that the function alone decides on them.
+
+        Looking the pairs up in bands takes ten times longer than most functions.
+        """
+        if not q.size or not kv.size:
+            return False
+        first, last, start, stop = q.min(), q.max(), kv.min(), kv.max()
+        q0, q1, k0, k1, lo, hi = self.maybe.T
+        inside = (q0 <= first) & (last < q1) & (k0 <= start) & (stop < k1)
+        return bool((inside & (lo <= first - stop) & (last - start <= hi)).any())
+
     def cut(self, q: tuple[int, int], kv: tuple[int, int]) -> Plane:
-        return Plane(bd.cut(self.sure, q, kv), bd.cut(self.maybe, q, kv), self.predicate)
+        return Plane(bd.cut(self.sure, q, kv), bd.cut(self.maybe, q, kv), self.predicate, self.is_blocks)
 
     def key(self) -> str:
         """Return a digest of the bands and of the predicate's key."""
@@ -108,14 +126,20 @@ class Plane:
         if self.predicate is None and other.predicate is None:
             return Plane(sure)
         maybe = bd.subtract(bd.intersect(self.region, other.region), sure)
-        return Plane(sure, maybe, Combined("&", self, other))
+        return Plane(sure, maybe, self._predicate_with(other, "&"))
 
     def __or__(self, other: Plane) -> Plane:
         sure = bd.unite(self.sure, other.sure)
         if self.predicate is None and other.predicate is None:
             return Plane(sure)
         maybe = bd.subtract(bd.unite(self.maybe, other.maybe), sure)
-        return Plane(sure, maybe, Combined("|", self, other))
+        return Plane(sure, maybe, self._predicate_with(other, "|"))
+
+    def _predicate_with(self, other: Plane, sign: str) -> Predicate | None:
+        """Return what decides on the open pairs of two planes: beside bands, the function of the other plane."""
+        if self.predicate is None or other.predicate is None:
+            return self.predicate or other.predicate
+        return Combined(sign, self, other)
 
     def minus_from(self, domain: Ints) -> Plane:
         sure = bd.subtract(domain, self.region)

@@ -62,24 +62,13 @@ class Classifier:
             for start, stop in runs_of(unknown & touched):
                 for at in range(first + start, first + stop, 64):  # 64 tiles at a time: a temporary of one megabyte
                     end = min(at + 64, first + stop)
-                    allowed = self._allowed_pairs(q, (at * tile, min(end * tile, self.seq_len)))
+                    keys = np.arange(at * tile, min(end * tile, self.seq_len), dtype=np.int64)
+                    allowed = self.plane.allows(np.arange(*q, dtype=np.int64)[:, None], keys[None, :])
                     edges = np.arange(0, int(allowed.shape[1]), tile, dtype=np.int64)
                     any_allowed = np.logical_or.reduceat(allowed.any(axis=0), edges)
                     all_allowed = np.logical_and.reduceat(allowed.all(axis=0), edges)
                     known[at:end] = np.where(all_allowed, FULL, np.where(any_allowed, PARTIAL, EMPTY))
         return known[first:last].copy()
-
-    def _allowed_pairs(self, q: tuple[int, int], kv: tuple[int, int]) -> Bools:
-        """Return the pairs of a rectangle. If one band of `maybe` holds them all, only the function is called: looking
-        at bands takes ten times longer."""
-        plane = self.plane
-        rows, cols = np.arange(*q, dtype=np.int64)[:, None], np.arange(*kv, dtype=np.int64)[None, :]
-        maybe = bd.cut(plane.maybe, q, kv)
-        if plane.predicate is not None and len(maybe) == 1:
-            *sides, lo, hi = maybe[0].tolist()
-            if sides == [*q, *kv] and lo <= q[0] - kv[1] + 1 and hi >= q[1] - 1 - kv[0]:
-                return plane.predicate.allows(rows, cols)
-        return plane.allows(rows, cols)
 
 
 def tile_pairs(pairs: Plane | Ints, q_edges: Ints, kv_edges: Ints) -> Ints:

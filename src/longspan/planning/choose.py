@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from longspan.masks import bands as bd
+from longspan.masks.work import pairs_in
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import live_bytes, peak_bytes
 from longspan.planning.estimate import LAYERS, Estimate, estimate
@@ -155,7 +156,8 @@ def _estimate_scheme(candidate: Scheme, machine: Machine, *, keep: bool) -> Esti
     for rank in busiest(candidate):
         forward = candidate.steps(rank)
         passes = (forward, "forward"), (reverse(forward, rank, keep=keep)[0], "backward")
-        times = [rank_times(steps, rank, candidate.problem.sizes, machine, name) for steps, name in passes]
+        problem = candidate.problem
+        times = [rank_times(steps, rank, problem.sizes, machine, name, problem.pairs_of) for steps, name in passes]
         rows.append((times[0][0], times[1][0], times[0][1] + times[1][1]))
     return Estimate(*(max(column) for column in zip(*rows, strict=True)))
 
@@ -216,7 +218,8 @@ class Floor:
                 # Backward copies what it reads and adds; see `kernel_work`.
                 copied = batch * (14.0 * q * heads * sizes.head_dim + 10.0 * kv * head_rows * dims)
                 head_rows = 0  # keys of a lane count once
-                one, two = (tile_work(bands, *of_heads, dims, machine, way) for way in ("forward", "backward"))
+                pairs = pairs_in(part.plane, bands)
+                one, two = (tile_work(bands, *of_heads, dims, machine, way, pairs) for way in ("forward", "backward"))
                 ahead += Work(one.flop * batch, one.slots * batch)
                 back += Work(two.flop * batch, two.slots * batch, copied)
         return ahead.seconds(machine, "forward") / size, back.seconds(machine, "backward") / size

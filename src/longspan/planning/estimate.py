@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan.masks import bands as bd
+from longspan.masks.work import Pairs, pairs_in
 from longspan.planning.fetch import PORT, STAGE, START, STOP, TAKER, Fetch, lead
 from longspan.planning.machine import Floats, KernelTable, Machine, kernel_work, message_work
 from longspan.planning.planners import Planner, Scheme, all_gather, alone, exchange, gathered_rows, ring, staged
@@ -133,6 +134,7 @@ def _kernels(problem: Problem, layer: Layer, machine: Machine) -> KernelTable:
     numbers: list[Ints] = []
     sides: list[Ints] = []
     bands: list[Ints] = []
+    pairs: list[Pairs] = []
     for lane, arrived in zip(problem.lanes, layer.arrived, strict=True):
         batch = lane.weight(problem.sizes) // len(lane.kv_heads)
         line = on_one_line(arrived, arrived[:, 2], seq_len)
@@ -159,7 +161,10 @@ def _kernels(problem: Problem, layer: Layer, machine: Machine) -> KernelTable:
             numbers.append(which)
             sides.append(side)
             bands.append(cut[:, :6])
-    return KernelTable.of(np.concatenate(numbers), np.concatenate(sides), np.concatenate(bands), machine)
+            home = (number // num * (seq_len + 1))[:, None]
+            pairs.append(pairs_in(part.plane, np.column_stack((cut[:, :4] - home, cut[:, 4:6]))))
+    tables = np.concatenate(numbers), np.concatenate(sides), np.concatenate(bands)
+    return KernelTable.of(*tables, machine, np.concatenate(pairs))
 
 
 def _tokens(rows: Ints, number: Ints, which: Ints) -> Ints:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar, cast
@@ -32,11 +32,13 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.masks import bands as bd
+from longspan.masks.work import Pairs
 from longspan.planning.cost import ADDED, BANDS, BYTES, DST, DUE, SRC, STEP, bands_of, launch_table, sides, traffic
-from longspan.planning.steps import Sizes, Step
+from longspan.planning.steps import Compute, Sizes, Step
 from longspan.spans import Ints, Span, check_int, truncated_repr
 
 Floats = NDArray[np.float64]
+Count = Callable[[Compute], Pairs]
 _MAY_BE_ZERO = (
     "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
     "matmul_share", "host_bandwidth",
@@ -214,10 +216,15 @@ def queue_times(works: list[Work], machine: Machine) -> list[float]:
     return list(accumulate((work.host_seconds(machine) for work in works), initial=machine.call_seconds))[1:]
 
 
-def tile_work(rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str) -> Work:
-    """Return the kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim."""
+def tile_work(
+    rows: Ints, q_heads: int, kv_heads: int, dims: int, machine: Machine, direction: str, pairs: Pairs | None = None
+) -> Work:
+    """Return the kernel work of `(n, 6)` bands, rounded up to tiles; `dims` is head_dim + v_head_dim.
+
+    `pairs` are those that are computed of each band, if not all.
+    """
     heads = np.full(len(rows), q_heads, dtype=np.int64), np.full(len(rows), kv_heads, dtype=np.int64)
-    flop, slots = (float(part.sum()) for part in _tiles(_Shapes.of(rows), *heads, dims, machine, direction))
+    flop, slots = (float(part.sum()) for part in _tiles(_Shapes.of(rows, pairs), *heads, dims, machine, direction))
     return Work(flop, slots)
 
 
@@ -227,15 +234,16 @@ class _Shapes:
 
     q: Floats
     kv: Floats
-    pairs: Ints
+    pairs: Pairs
     near: NDArray[np.bool_]
     far: NDArray[np.bool_]
     width: Ints
 
     @staticmethod
-    def of(rows: Ints) -> _Shapes:
+    def of(rows: Ints, pairs: Pairs | None) -> _Shapes:
         q, kv = ((rows[:, end] - rows[:, begin]).astype(float) for begin, end in ((bd.Q0, bd.Q1), (bd.K0, bd.K1)))
-        return _Shapes(q, kv, bd.area(rows), *bd.borders(rows), rows[:, bd.HI] - rows[:, bd.LO] + 1)
+        pairs = bd.area(rows) if pairs is None else pairs
+        return _Shapes(q, kv, pairs, *bd.borders(rows), rows[:, bd.HI] - rows[:, bd.LO] + 1)
 
 
 def _tiles(
@@ -267,17 +275,31 @@ def _tiles(
 
 
 def steps_work(
-    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool = False
+    steps: tuple[Step, ...],
+    rank: int,
+    sizes: Sizes,
+    machine: Machine,
+    direction: str,
+    later: bool = False,
+    pairs_of: Count | None = None,
 ) -> list[Work]:
     """Return the work of each step: its computes, merging into earlier results, and packing of its messages.
 
-    `later` says that there were computes before the first of these steps.
+    `later` says that there were computes before the first of these steps; `pairs_of` is that of the problem: without
+    it, all pairs of the bands are computed.
     """
-    return _steps_work(steps, rank, sizes, machine, direction, later, traffic(steps, sizes))
+    return _steps_work(steps, rank, sizes, machine, direction, later, traffic(steps, sizes), pairs_of)
 
 
 def _steps_work(
-    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, later: bool, moved: Ints
+    steps: tuple[Step, ...],
+    rank: int,
+    sizes: Sizes,
+    machine: Machine,
+    direction: str,
+    later: bool,
+    moved: Ints,
+    pairs_of: Count | None,
 ) -> list[Work]:
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
@@ -290,7 +312,8 @@ def _steps_work(
             again.append(bool(compute.kv.apart) and not used.isdisjoint(compute.q.spans))
             used.update(compute.q.spans if compute.kv.apart else ())
     merges |= np.array(again, dtype=np.bool_)
-    kernels = KernelTable.of(number, sides(computes, sizes), bands_of(computes), machine)
+    pairs = None if pairs_of is None or not computes else np.concatenate([pairs_of(compute) for compute in computes])
+    kernels = KernelTable.of(number, sides(computes, sizes), bands_of(computes), machine, pairs)
     messages = _messages(moved[moved[:, SRC] == rank], DST), _messages(moved[moved[:, DST] == rank], SRC)
     flop, slots, copied, ops = kernel_work(kernels, merges, len(steps), sizes, machine, direction)
     count, packed, packs, unpacked, unpacks = message_work(*messages, len(steps), machine)
@@ -311,11 +334,11 @@ class KernelTable:
     launches: Floats
 
     @staticmethod
-    def of(number: Ints, side: Ints, bands: Ints, machine: Machine) -> KernelTable:
+    def of(number: Ints, side: Ints, bands: Ints, machine: Machine, pairs: Pairs | None = None) -> KernelTable:
         is_one = machine.one_launch
         launches = launch_table(bands, side).per_compute(len(side)) if is_one else side[:, BANDS].astype(np.float64)
         each = np.repeat(np.arange(len(side)), side[:, BANDS])
-        return KernelTable(number, side, each, _Shapes.of(bands), launches)
+        return KernelTable(number, side, each, _Shapes.of(bands, pairs), launches)
 
 
 def kernel_work(
@@ -378,11 +401,11 @@ def rank_seconds(steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Mach
 
 
 def rank_times(
-    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str
+    steps: tuple[Step, ...], rank: int, sizes: Sizes, machine: Machine, direction: str, pairs_of: Count | None = None
 ) -> tuple[float, float]:
     """Return `rank_seconds`, and how long the rank's host is busy queueing."""
     moved = traffic(steps, sizes)
-    works = _steps_work(steps, rank, sizes, machine, direction, False, moved)
+    works = _steps_work(steps, rank, sizes, machine, direction, False, moved, pairs_of)
     ports = np.zeros((len(steps), len(machine.links), 2))
     level = machine.levels(moved[:, SRC], moved[:, DST])
     np.add.at(ports, (moved[:, STEP], level, (moved[:, DST] == rank).astype(np.int64)), moved[:, BYTES])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar, overload
 
+import numpy as np
+
 from longspan._compile import Handled, opaque
 from longspan.errors import PlanError
 from longspan.formatting import bytes_text
@@ -15,6 +17,7 @@ from longspan.layouts import Layout
 from longspan.layouts.layout import carried_layout_of, other_tokens
 from longspan.masks import Mask
 from longspan.masks.mask import MaskKey
+from longspan.masks.work import block_work
 from longspan.planning.backward_plan import reverse
 from longspan.planning.choose import REASON_HEAD, Reason, choose, compare, device_bytes, judge
 from longspan.planning.cost import peak_bytes, received_bytes
@@ -144,9 +147,31 @@ class Plan(Handled):
 
     @cached_property
     def imbalance(self) -> float:
-        """The busiest rank's allowed pairs over the mean; 1.0 is perfect."""
+        """The busiest rank's pairs over the mean; 1.0 is perfect.
+
+        Pairs are the allowed ones. Where a function decides, they are those of all blocks of 128 x 128 that hold an
+        allowed one, which kernels compute whole: counted up to 4,096 tokens, beyond that sampled, with an error.
+        """
         work = self.scheme.work
         return float(work.max() / work.mean()) if work.any() else 1.0
+
+    @cached_property
+    def imbalance_error(self) -> float:
+        """Three standard errors of `imbalance` if it was sampled, by the jackknife over sampled rows; else 0."""
+        work = self.scheme.work
+        return 3.0 * float(np.sqrt(self.scheme.work_variance.max()) / work.mean()) if work.any() else 0.0
+
+    @cached_property
+    def about_imbalance(self) -> str:
+        """What `imbalance` is a figure of, and whether it was sampled."""
+        planes = self.mask.distinct_planes()
+        works = [work for plane in planes if (work := block_work(plane)) is not None]
+        if not works:
+            return "most pairs on a rank / mean"
+        sampled = any(not work.is_counted for work in works)
+        return "most work on a rank / mean; " + (
+            f"sampled, ± {self.imbalance_error:.3f}" if sampled else "counted in blocks of 128"
+        )
 
     def bytes_received(self, rank: int, direction: str = "forward") -> int:
         """Return the bytes that the rank receives in one pass."""
@@ -234,7 +259,7 @@ class Plan(Handled):
             f"  mask       {self.mask}",
             f"  layout     {self.layout}",
             f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
-            f"  imbalance  {self.imbalance:.3f} (most pairs on a rank / mean)",
+            f"  imbalance  {self.imbalance:.3f} ({self.about_imbalance})",
             *(
                 [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
                 if chunks
@@ -289,11 +314,11 @@ def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
 
 @lru_cache(maxsize=64)
 def _build_plan(key: MaskKey, request: PlanRequest) -> Plan:
-    mask, layout, machine, chunks = key.mask, request.layout, request.machine, request.chunks
+    layout, machine, chunks = request.layout, request.machine, request.chunks
+    mask = key.mask.resized(layout.seq_len)
     problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
     # Only one scheme supports chunks: nothing to compare.
     name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
     is_auto = name == "auto"
     chosen = choose(problem, machine, keep=request.keep) if is_auto else scheme(name, problem)
-    mask = mask.resized(layout.seq_len)
     return Plan(mask, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, is_auto)

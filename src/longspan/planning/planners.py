@@ -19,6 +19,7 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Plane
 from longspan.masks import bands as bd
+from longspan.masks.work import block_work, num_pairs
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received_bytes
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
@@ -263,8 +264,8 @@ class Slices:
 
     @cached_property
     def _pairs(self) -> dict[Queries, int]:
-        """The number of pairs of every plane."""
-        return {queries: int(bd.area(queries.plane.region).sum()) for queries in self._of_groups}
+        """The number of pairs that are computed of every plane."""
+        return {queries: num_pairs(queries.plane) for queries in self._of_groups}
 
     def _share(self, base: list[Part], number: int) -> list[Part]:
         """Return the slice's share of parts in head order: whole heads, and query rows of heads that slices share."""
@@ -296,20 +297,23 @@ class Slices:
         shares: list[Ints] = []
         for group in range(self.groups.world_size):
             rows = self.groups.table[self.groups.table[:, 2] == group]
-            low, high = (_cut_at_work(plane.region, rows[:, :2], share) for share in (first, last))
+            low, high = (_cut_at_work(plane, rows[:, :2], share) for share in (first, last))
             kept = intersect(rows[:, :2], np.array([[low, high]], dtype=np.int64))
             kept = kept[kept[:, 1] > kept[:, 0]]
             shares.append(np.column_stack((kept, np.full(len(kept), group, dtype=np.int64))))
         return np.concatenate(shares)
 
 
-def _cut_at_work(bands: Ints, rows: Ints, share: Fraction) -> int:
-    """Return the position in sorted (start, stop) query rows before which `share` of their allowed pairs lie."""
+def _cut_at_work(plane: Plane, rows: Ints, share: Fraction) -> int:
+    """Return the position in sorted (start, stop) query rows before which `share` of their pairs lie."""
     if share == 0 or not len(rows):
         return 0
     if share == 1:
         return int(rows[-1, 1])
-    pieces, at = cut_to_rows(bands, rows)
+    opened = block_work(plane)
+    if opened is not None:
+        return opened.row_at(rows, float(share))
+    pieces, at = cut_to_rows(plane.region, rows)
     work = np.zeros(len(rows), dtype=np.int64)
     np.add.at(work, at, bd.area(pieces))
     target = share * int(work.sum())
@@ -578,10 +582,18 @@ class Scheme:
 
     @cached_property
     def work(self) -> NDArray[np.float64]:
-        """Allowed pairs that each rank computes, all heads and batch rows together."""
+        """Pairs that each rank computes, all heads and batch rows together; see `Problem.work`."""
+        return self._of_ranks(lambda problem: problem.work)
+
+    @cached_property
+    def work_variance(self) -> NDArray[np.float64]:
+        """The variance of `work`: 0 unless functions were called on a sample."""
+        return self._of_ranks(lambda problem: problem.work_variance)
+
+    def _of_ranks(self, of: Callable[[Problem], NDArray[np.float64]]) -> NDArray[np.float64]:
         if self.heads == 1:
-            return self.problem.work
-        by_kind = {kind: problem.work for kind, problem in self.slices.by_kind.items()}
+            return of(self.problem)
+        by_kind = {kind: of(problem) for kind, problem in self.slices.by_kind.items()}
         return np.stack([by_kind[kind] for kind in self.slices.kinds], axis=1).ravel()
 
     @cached_property

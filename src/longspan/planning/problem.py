@@ -20,6 +20,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
 from longspan.masks.captures import ByIdentity
+from longspan.masks.work import Pairs, block_work, pairs_in
 from longspan.planning.fetch import STAGES, Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes
 from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join, union
@@ -317,14 +318,40 @@ class Problem:
 
     @cached_property
     def work(self) -> NDArray[np.float64]:
-        """Allowed pairs that each rank computes, all heads and batch rows together (opaque masks: at most)."""
+        """Pairs that each rank computes, all heads and batch rows together: allowed ones; where a function decides,
+        those of all blocks that hold any."""
         pairs = np.zeros(self.layout.world_size)  # with heads and rows, they may be more than int64 counts
         for lane in self.lanes:
             rows = self.sizes.batch if lane.batch is None else len(lane.batch)
             for part in lane.parts:
-                pieces, rank = part.queries.pieces
-                np.add.at(pairs, rank, bd.area(pieces) * float(len(part.q_heads) * rows))
+                work = block_work(part.plane)
+                if work is not None:
+                    found, rank = work.in_rows(part.queries.rows), part.queries.rows[:, 2]
+                else:
+                    pieces, rank = part.queries.pieces
+                    found = bd.area(pieces)
+                np.add.at(pairs, rank, found * float(len(part.q_heads) * rows))
         return pairs
+
+    @cached_property
+    def work_variance(self) -> NDArray[np.float64]:
+        """The variance of `work`: 0 unless functions were called on a sample."""
+        total = np.zeros(self.layout.world_size)
+        for lane in self.lanes:
+            rows = self.sizes.batch if lane.batch is None else len(lane.batch)
+            for part in lane.parts:
+                work = block_work(part.plane)
+                if work is not None and not work.is_counted:
+                    variance = work.variance_of_rows(part.queries.rows, part.queries.rows[:, 2], self.layout.world_size)
+                    total += variance * float(len(part.q_heads) * rows) ** 2
+        return total
+
+    def pairs_of(self, compute: Compute) -> Pairs:
+        """Return the pairs that are computed of each of the compute's bands."""
+        parts = [part for lane in self.lanes if lane.batch == compute.q.batch for part in lane.parts]
+        head = compute.q.heads.start
+        plane = next(part.plane for part in parts if part.q_heads.start <= head < part.q_heads.stop)
+        return pairs_in(plane, bd.as_array((*compute.bands, *compute.maybe)))
 
     def held_rows(self, rank: int) -> Ints:
         """Return the rank's (start, stop) rows, sorted by position."""

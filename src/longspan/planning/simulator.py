@@ -19,7 +19,7 @@ from typing import Any
 
 from longspan.errors import ScheduleError
 from longspan.planning.cost import peak_bytes
-from longspan.planning.machine import Machine, queue_times, steps_work
+from longspan.planning.machine import Count, Machine, queue_times, steps_work
 from longspan.planning.scan_plan import held_bytes, step_seconds, step_work
 from longspan.planning.scan_steps import ScanSchedule
 from longspan.planning.steps import Schedule, table
@@ -65,14 +65,21 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
 
 
-def simulate(schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None = None) -> Timeline:
-    """Simulate the schedule on the machine; raise ScheduleError, with the first stuck message, if it cannot finish."""
-    return _Simulation(schedule, machine, delay).run()
+def simulate(
+    schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None = None, pairs_of: Count | None = None
+) -> Timeline:
+    """Simulate the schedule on the machine; raise ScheduleError, with the first stuck message, if it cannot finish.
+
+    `pairs_of` is that of the problem: without it, all pairs on which a function decides are computed.
+    """
+    return _Simulation(schedule, machine, delay, pairs_of).run()
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None) -> None:
-        self.schedule, self.machine, self.delay = schedule, machine, delay
+    def __init__(
+        self, schedule: Schedule | ScanSchedule, machine: Machine, delay: Delay | None, pairs_of: Count | None
+    ) -> None:
+        self.schedule, self.machine, self.delay, self.pairs_of = schedule, machine, delay, pairs_of
         size = schedule.world_size
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         """Time, order of entry, and what happens then."""
@@ -116,7 +123,8 @@ class _Simulation:
                     for step in schedule.ranks[rank]
                 ]
             else:
-                works = steps_work(schedule.ranks[rank], rank, schedule.sizes, machine, schedule.direction)
+                steps = schedule.ranks[rank]
+                works = steps_work(steps, rank, schedule.sizes, machine, schedule.direction, pairs_of=self.pairs_of)
                 busy = [work.parts(machine, schedule.direction) for work in works]
             self.busy.append(busy)
             self.queued.append(queue_times(works, machine))

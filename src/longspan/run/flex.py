@@ -253,7 +253,8 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
         h = head if num_heads > 1 or one_head else None
         key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
         if key not in planes:
-            planes[key] = Plane(_bands_of(sure, block_mask), _bands_of(maybe, block_mask), Function(mask_mod, b, h))
+            bands = _bands_of(sure, block_mask), _bands_of(maybe, block_mask)
+            planes[key] = Plane(*bands, Function(mask_mod, b, h), is_blocks=True)
         return planes[key]
 
     grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))

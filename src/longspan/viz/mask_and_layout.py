@@ -12,6 +12,7 @@ from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks import bands as bd
 from longspan.masks.tiles import tile_pairs
+from longspan.masks.work import Pairs, block_work
 from longspan.spans import Ints, by_position, join, run_table
 from longspan.viz.scene import (
     FORWARD,
@@ -82,9 +83,13 @@ def owners(layout: Layout, edges: Ints) -> Ints:
     return most
 
 
-def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Ints:
-    """Return the pairs in the query rows of each rank, in one plane (an upper bound where a function decides)."""
+def row_work(mask: Mask, layout: Layout, row: int, head: int) -> Pairs:
+    """Return the pairs in the query rows of each rank, in one plane; where a function decides, of the blocks that hold
+    an allowed one."""
     by_start = layout.by_position
+    work = block_work(mask.plane(row, head))
+    if work is not None:
+        return np.bincount(by_start[:, 2], work.in_rows(by_start), layout.world_size)
     i, j = join(mask.plane(row, head).region[:, :2], by_start[:, :2])
     pieces = mask.plane(row, head).region[i].copy()
     pieces[:, bd.Q0] = np.maximum(pieces[:, bd.Q0], by_start[j, 0])
@@ -222,7 +227,8 @@ def _legend(
             legend_key(scene, x, y, "several ranks", MIXED)
             y += 18
         imbalance = float(work.max(initial=0.0)) / (float(work.mean()) or 1.0)
-        for line in wrap(scene, f"most pairs in a rank's rows / mean: {imbalance:.3f}", 190, SMALL):
+        what = "pairs" if mask.plane(*plane).predicate is None else "work"
+        for line in wrap(scene, f"most {what} in a rank's rows / mean: {imbalance:.3f}", 190, SMALL):
             scene.text(x, y + 2, line, SMALL, MUTED)
             y += 16
         y += 16

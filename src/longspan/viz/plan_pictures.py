@@ -86,7 +86,8 @@ def runs(plan: Plan) -> tuple[SimulatedPass, SimulatedPass]:
 
 def _simulate_pass(plan: Plan, direction: str) -> SimulatedPass:
     schedule = plan.schedule(direction)
-    timeline = simulate(schedule, plan.machine)
+    pairs_of = plan.scheme.problem.pairs_of
+    timeline = simulate(schedule, plan.machine, pairs_of=pairs_of)
     arrived: dict[tuple[int, int], float] = {}
     for event in timeline.events:
         if event.kind == "message":
@@ -96,7 +97,7 @@ def _simulate_pass(plan: Plan, direction: str) -> SimulatedPass:
     left: list[tuple[float, ...]] = []
     for rank, steps in enumerate(schedule.ranks):
         now, times = 0.0, list[float]()
-        works = steps_work(steps, rank, plan.sizes, plan.machine, direction)
+        works = steps_work(steps, rank, plan.sizes, plan.machine, direction, pairs_of=pairs_of)
         for number, (work, queued) in enumerate(zip(works, queue_times(works, plan.machine), strict=True)):
             pack, compute, unpack = work.parts(plan.machine, direction)
             now = max(max(now + pack + compute, arrived.get((rank, number), 0.0)) + unpack, queued)

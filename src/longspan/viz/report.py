@@ -207,7 +207,7 @@ def report_html(
         (bytes_text(received), "most received by a rank, both passes"),
         (bytes_text(peak), f"highest peak in addition to own tensors{of_few}"),
         (_workspace(chosen), "of workspace inside kernels, and of tables"),
-        (f"{plan.imbalance:.3f}", "most pairs on a rank / mean"),
+        (f"{plan.imbalance:.3f}", plan.about_imbalance),
     )
     parts = [
         f"<h1>{escape(name)}</h1>",
