@@ -1,4 +1,4 @@
-"""PyTorch's API for context parallelism, implemented by Longspan: any length, any mask, any device, with backward.
+"""PyTorch's API for context parallelism, implemented by Longspan: any length, masks, CPUs, with backward.
 
     with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         loss(model(tokens), labels).backward()
