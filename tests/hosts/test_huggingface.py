@@ -319,7 +319,7 @@ MESSAGES = {
     "layout of another size": "is for 52 tokens on 3 ranks",
     "layout of another length": "is for 53 tokens on 2 ranks",
     "unknown layout": "but got 'diagonal'",
-    "empty rank": "leaves rank 1 without tokens",
+    "empty rank": "which gives rank 1 none",
     "dense mask": "attention_mask must be (batch, tokens)",
     "packed and padded": "documents begin at token 10 of row 0, and there is an attention_mask",
     "borders disagree": "position_ids restart elsewhere",
