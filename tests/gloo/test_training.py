@@ -175,6 +175,20 @@ def test_the_loss_of_one_process_is_cross_entropy():
     assert torch.equal(torch.autograd.grad(nothing, logits)[0], torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("head", [None, torch.randn(7, 5, dtype=torch.float64)])
+@pytest.mark.parametrize("count", [torch.tensor(9), torch.tensor([9]), torch.tensor([9.0]), torch.tensor([[9.0]])])
+def test_counts_of_any_shape_divide_without_rounding(count, head):
+    """`n = torch.tensor([k]); all_reduce(n)` is a count, too."""
+    values, labels = torch.randn(11, 5, dtype=torch.float64, requires_grad=True), torch.randint(0, 5, (11,))
+    loss = token_loss(values, labels, group=None, gradients="sum", num_tokens=count, head=head)
+    logits = values if head is None else values @ head.T
+    expected = F.cross_entropy(logits, labels, reduction="sum") / 9
+    for found, wanted in zip(
+        (loss, *torch.autograd.grad(loss, values)), (expected, *torch.autograd.grad(expected, values)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

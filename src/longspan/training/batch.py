@@ -269,7 +269,7 @@ def shard_batch(
       next token's label, `ignore_index` at the end of the sequence or document. `shift_labels` of the batch are used
       as they are: also the last token of a document may have a label, such as the end of text. With `num_shifts` = n
       (multi-token prediction) there are also `shift_labels_2` to `shift_labels_n`, the tokens 2 to n positions later.
-    - `loss_mask` (0 or 1) belongs to the labels and is shifted with them; labels it excludes become `ignore_index`, and the result's
+    - `loss_mask` (0 or 1) is shifted with its labels; labels it excludes become `ignore_index`, and the result's
       `loss_mask` tells which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video. Without them `positions` defines them: "sequence"
       counts through, "document" restarts with every document.
