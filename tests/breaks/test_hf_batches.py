@@ -5,6 +5,7 @@ first real one, so that what a model computes at padding counts.
 """
 
 import pytest
+import torch
 
 from tests.breaks import hf_batches_work as work
 from tests.lanes import NIGHTLY
@@ -64,3 +65,16 @@ def test_models_with_rules_of_their_own_are_exact_or_refused(tries, tmp_path):
     assert plain <= LIMIT
     assert other <= LIMIT
     tries("Hugging Face families x batches", 4, 2, 2)
+
+
+@pytest.mark.parametrize("family", ["opt", "biogpt"])
+def test_models_that_show_masks_no_positions_compute_as_sdpa(family, tries):
+    """Transformers does not separate their documents, with a cache or without, and ranks refuse them."""
+    model, batch = work.model_of(family), work.batch_of("packed", family)
+    asked, found = {name: batch[name] for name in ("input_ids", "position_ids")}, []
+    for attention in ("sdpa", "longspan"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            found += [model(**asked, use_cache=use_cache).logits for use_cache in (True, False)]
+    assert max((found[0] - other).abs().max() for other in found[1:]) <= LIMIT
+    tries("Hugging Face families x batches", 4, 4)

@@ -48,6 +48,21 @@ def test_one_process_trains_as_two_do(family, packed, changes, tries):
     tries("Trainer, one process against two", len(alone), len(alone))
 
 
+SHORT = {"lengths": (1, 2, 3), "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+
+
+@pytest.mark.parametrize(("family", "packed", "world"), [("llama", False, 4), ("lfm2", True, 3)])
+def test_batches_of_fewer_tokens_than_ranks(family, packed, world, tries):
+    """Ranks without a token compute with a slot of padding, in training, evaluation and prediction."""
+    alone, bare = over_ranks(1, train, family, packed, SHORT)
+    many, spread = over_ranks(world, train, family, packed, SHORT)
+    assert np.isfinite(alone).all()
+    np.testing.assert_allclose(many, alone, rtol=0, atol=CLOSE * np.abs(alone).max())
+    if packed:
+        np.testing.assert_allclose(spread, bare, rtol=0, atol=1e-4 * np.abs(bare).max())
+    tries("Trainer, one process against two", len(alone), len(alone))
+
+
 def test_packed_documents_of_hybrids_are_apart_without_a_group(tries):
     """In this process, which has no group: the logits of each document alone, and the model's own loss."""
     for family in ("bamba", "lfm2"):

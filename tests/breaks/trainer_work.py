@@ -43,17 +43,20 @@ def model_of(family, attention="longspan"):
     return kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
-def samples(number=SAMPLES):
+LENGTHS = (3, 5, 17, 40, 61)
+
+
+def samples(number=SAMPLES, lengths=LENGTHS):
     """Texts of very different lengths; labels begin somewhere inside, and some texts have none."""
     draw, found = random.Random(0), []
     for place in range(number):
-        ids = [draw.randint(3, VOCAB - 1) for _ in range(draw.choice([3, 5, 17, 40, 61]))]
+        ids = [draw.randint(3, VOCAB - 1) for _ in range(draw.choice(lengths))]
         first = len(ids) if place % 11 == 0 else draw.randint(0, len(ids) - 1)
         found.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
     return found
 
 
-def train(family, packed, **changes):
+def train(family, packed, lengths=LENGTHS, **changes):
     """Losses and norms by step, losses of evaluations, and logits of a prediction without labels."""
     from transformers import DataCollatorWithFlattening, PrinterCallback, Trainer
 
@@ -66,8 +69,8 @@ def train(family, packed, **changes):
         trainer = trainer_class(Trainer, True)(
             model=model_of(family),
             args=arguments(folder, 2, **{**settings, **changes}),
-            train_dataset=samples(),
-            eval_dataset=samples(7),
+            train_dataset=samples(lengths=lengths),
+            eval_dataset=samples(7, lengths),
             data_collator=DataCollatorWithFlattening() if packed else pad,
         )
         trainer.remove_callback(PrinterCallback)
@@ -78,7 +81,7 @@ def train(family, packed, **changes):
         bare = []
         if packed:
             trainer.data_collator = _without_labels
-            bare = trainer.predict(samples(2)).predictions.tolist()
+            bare = trainer.predict(samples(2, lengths)).predictions.tolist()
         return found, bare
 
 

@@ -69,7 +69,7 @@ def test_labels_and_positions_are_those_of_whole_documents(seed):
 
 def test_labels_that_are_shifted_already_are_not_shifted_again():
     ids, layout = torch.arange(10, 18), ls.layouts.zigzag(8, 2)
-    given = {"labels": ids}, {"shift_labels": shift_tokens(ids, 1, fill=-100)}
+    given = {"labels": ids}, {"shift_labels": shift_tokens(ids, 1, documents=[5, 3], fill=-100)}
     for rank in range(2):
         parts = [
             shard_batch(batch, layout, rank, documents=[5, 3], positions="sequence", num_shifts=3) for batch in given
@@ -173,6 +173,20 @@ def test_the_loss_of_one_process_is_cross_entropy():
     nothing = token_loss(logits, torch.full_like(labels, -100), group=None, gradients="sum", num_tokens=0)
     assert nothing.item() == 0.0
     assert torch.equal(torch.autograd.grad(nothing, logits)[0], torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("head", [None, torch.randn(7, 5, dtype=torch.float64)])
+@pytest.mark.parametrize("count", [torch.tensor(9), torch.tensor([9]), torch.tensor([9.0]), torch.tensor([[9.0]])])
+def test_counts_of_any_shape_divide_without_rounding(count, head):
+    """`n = torch.tensor([k]); all_reduce(n)` is a count, too."""
+    values, labels = torch.randn(11, 5, dtype=torch.float64, requires_grad=True), torch.randint(0, 5, (11,))
+    loss = token_loss(values, labels, group=None, gradients="sum", num_tokens=count, head=head)
+    logits = values if head is None else values @ head.T
+    expected = F.cross_entropy(logits, labels, reduction="sum") / 9
+    for found, wanted in zip(
+        (loss, *torch.autograd.grad(loss, values)), (expected, *torch.autograd.grad(expected, values)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -303,16 +317,20 @@ def test_the_fsdp2_example_learns_as_one_process_does(tmp_path):
     assert expected[-1] < 0.5 * expected[0]
 
 
-def test_shift_labels_that_are_given_keep_their_last_label():
-    tokens = torch.arange(9)[None]
-    batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
-    parts = [shard_batch(batch, ls.layouts.contiguous(8, 2), rank)["shift_labels"] for rank in range(2)]
-    assert torch.equal(torch.cat(parts, 1), tokens[:, 1:])
+@pytest.mark.parametrize("lengths", [[9], [4, 6], [1, 3, 2, 5]])
+def test_shift_labels_are_used_as_given(lengths):
+    """Documents shifted one by one, x = document[:-1] and y = document[1:]: each keeps its end of text."""
+    documents = [10 * number + torch.arange(length + 1) for number, length in enumerate(lengths)]
+    x, y = (torch.cat([document[part] for document in documents])[None] for part in (slice(-1), slice(1, None)))
+    layout = ls.layouts.zigzag(sum(lengths), 2)
     parts = [
-        shard_batch(batch, ls.layouts.contiguous(8, 2), rank, documents=[3, 5], positions="sequence")["shift_labels"]
+        shard_batch({"input_ids": x, "shift_labels": y}, layout, rank, documents=lengths, positions="document",
+                    num_shifts=2)
         for rank in range(2)
-    ]
-    assert torch.cat(parts, 1).tolist() == [[1, 2, -100, 4, 5, 6, 7, 8]]
+    ]  # fmt: skip
+    assert torch.equal(layout.unshard([part["shift_labels"] for part in parts], 1), y)
+    two_later = torch.cat([torch.nn.functional.pad(document[2:], (0, 1), value=-100) for document in documents])[None]
+    assert torch.equal(layout.unshard([part["shift_labels_2"] for part in parts], 1), two_later)
 
 
 def test_a_default_device_does_not_matter():

@@ -153,6 +153,22 @@ def test_labels_of_the_user() -> None:
     steps.check(steps)
 
 
+def test_labels_are_cut_with_their_documents() -> None:
+    rng = np.random.default_rng(7)
+    lengths = rng.integers(0, 90, 40)
+    labels = [np.where(rng.random(n) < 0.5, -100, rng.integers(0, 9, n)) for n in lengths.tolist()]
+    for rows in (labels, [row.tolist() for row in labels]):
+        steps = ls.batches(lengths, ranks=2, tokens_per_rank=16, tokens_per_step=64, too_long="cut", labels=rows)
+        steps.check(steps)
+        for step in steps:
+            for micro in step:
+                parts = zip(micro.documents.tolist(), micro.starts.tolist(), micro.lengths.tolist(), strict=True)
+                own = [(labels[number][start + 1 : start + length] != -100).sum() for number, start, length in parts]
+                assert micro.labels == sum(own)
+    equal = ls.batches([4, 4], ranks=2, tokens_per_rank=1, labels=[[3, 3, -100, 3]] * 2, too_long="cut")
+    assert [micro.labels for step in equal for micro in step] == [1, 1, 1, 1]
+
+
 def test_plans() -> None:
     (step,) = ls.batches([40, 9, 8, 30], ranks=4, tokens_per_rank=32)
     (micro,) = step
@@ -243,7 +259,14 @@ def test_mistakes_are_found(mistake: str) -> None:
         ({"order": [1]}, PlanError, "order"),
         ({"labels": [5, 1]}, PlanError, "labels"),
         ({"labels": [1]}, PlanError, "labels"),
-        ({"lengths": [4, 65], "too_long": "cut", "labels": [1, 1]}, PlanError, "labels"),
+        (
+            {"lengths": [4, 65], "too_long": "cut", "labels": [1, 1]},
+            PlanError,
+            "but got numbers, and document 1 is cut",
+        ),
+        ({"labels": [[0] * 4, [0] * 2]}, PlanError, "labels"),
+        ({"labels": [[0] * 4]}, PlanError, "labels"),
+        ({"labels": [[0] * 4, 3]}, PlanError, "labels"),
         ({"too_long": "drop"}, PlanError, "too_long"),
         ({"start": 2}, PlanError, "start"),
         ({"seed": -1}, PlanError, "seed"),

@@ -146,12 +146,18 @@ def test_a_token_file_refuses_tokens_of_other_documents(tmp_path):
     assert [document.tolist() for document in TokenFile(path, [0, 0])] == [[], []]
 
 
-def test_labels_of_documents_are_shifted():
+@pytest.mark.parametrize("too_long", ["refuse", "cut"])
+def test_labels_of_documents_are_shifted(too_long):
     data = documents(4)
     labels = [[-100 if i % 3 else x for i, x in enumerate(document)] for document in data]
     counts = [sum(x != -100 for x in row[1:]) for row in labels]
     items = [{"input_ids": ids, "labels": row} for ids, row in zip(data, labels, strict=True)]
-    batches = batches_of(data, labels=counts)
+    is_cut = too_long == "cut"
+    batches = (
+        batches_of(data, labels=labels, tokens_per_rank=5, too_long="cut")
+        if is_cut
+        else batches_of(data, labels=counts)
+    )
     total = 0
     for rank in range(RANKS):
         for _, micro, batch in DocumentLoader(items, batches, rank):
@@ -160,7 +166,8 @@ def test_labels_of_documents_are_shifted():
             )
             assert_same(batch, expected)
             total += int((batch["shift_labels"] != -100).sum())
-    assert total == sum(counts) == sum(step.labels for step in batches)
+    assert total == sum(step.labels for step in batches)
+    assert (total < sum(counts)) == is_cut  # the first token of a part is not predicted
     with pytest.raises(BatchError, match=r"document \d+ must have \d+ labels"):
         list(DocumentLoader(items, batches_of(data), 0))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan.api import attention
 from longspan.errors import KernelError, MaskError, PlanError
 from longspan.huggingface.masks import LayerMask, document_mask
+from longspan.huggingface.structure import file_shows_positions
 from longspan.masks import Mask, causal, full
 from longspan.training.batch import numbers_of, restarts
 from longspan.validate import as_autocast
@@ -170,16 +171,19 @@ def _document_numbers(
 ) -> NDArray[Any] | None:
     """Return the document of each token, unless the mask has them already.
 
-    The masks of `BLIND` models cannot have them, so position_ids are searched here. Not with a cache: transformers
-    searches for no documents then, and later tokens see all of them.
+    Transformers searches position_ids for them, but not for `BLIND` models and not if a cache is to be filled, which is
+    the default. Documents are separate in these cases, too: over ranks there is no cache, and one rank computes the
+    same.
     """
     numbers = numbers_of(documents, mask.batch, mask.q_len)
     names = mask.term.names
     if numbers is None and mask.padding is None and "causal" in names and "packed" not in names:
-        kind = getattr(getattr(module, "config", None), "model_type", None)
-        position_ids = others.get("position_ids") if kind in BLIND and not others.get("use_cache") else None
+        is_blind = getattr(getattr(module, "config", None), "model_type", None) in BLIND
+        position_ids = others.get("position_ids") if is_blind or others.get("use_cache") is not False else None
         if mask.documents is None or mask.documents[0] is not position_ids:
-            mask.documents = position_ids, restarts(position_ids, mask.batch, mask.q_len)
+            found = restarts(position_ids, mask.batch, mask.q_len)
+            is_known = found is None or is_blind or file_shows_positions(type(module))
+            mask.documents = position_ids, found if is_known else None
         numbers = mask.documents[1]
     return numbers
 

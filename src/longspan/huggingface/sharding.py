@@ -219,6 +219,9 @@ def _geometry(
         layout = layouts.balanced(*masks, world_size=world_size, seq_len=seq_len, span_keys=span_keys)
     elif layout in ("zigzag", "contiguous", "striped"):
         layout = getattr(layouts, layout)(seq_len, world_size)
+    if isinstance(options.layout, str) and isinstance(layout, Layout) and int(layout.num_tokens.min()) == 0:
+        # Transformers' models cannot run on no tokens: every rank gets one, or a slot of padding.
+        layout = layouts.contiguous(seq_len, world_size, equal_tokens=seq_len < world_size)
     if not isinstance(layout, Layout):
         raise BatchError(
             f"layout must be 'balanced', 'zigzag', 'contiguous', 'striped' or a layout of longspan.layouts, but got"
@@ -229,11 +232,10 @@ def _geometry(
             f"{layout} is for {layout.seq_len} tokens on {layout.world_size} ranks, but the batch has {seq_len} tokens"
             f" and the group {world_size} ranks. Make a layout for these."
         )
-    if int(layout.num_tokens.min()) == 0:
+    if layout.local_len is None and int(layout.num_tokens.min()) == 0:
         raise BatchError(
-            f"{layout} leaves rank {int(layout.num_tokens.argmin())} without tokens, and transformers' models cannot"
-            f" run on none. Use fewer ranks for {seq_len} tokens"
-            + (", or layout='zigzag'." if seq_len >= world_size else ".")
+            f"layout must give every rank a token or a slot of padding, but got {layout}, which gives rank"
+            f" {int(layout.num_tokens.argmin())} none. Use layout='balanced', or a layout with equal_tokens=True."
         )
     geometry = whole, layout, {}, {}
     if key is not None:

@@ -213,6 +213,13 @@ def shows_positions(model: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def file_shows_positions(layer: type) -> bool:
+    """Return whether any class of the file of a layer passes position_ids to transformers' mask functions."""
+    others = vars(sys.modules[layer.__module__]).values()
+    return any(_shows_positions(kind) for kind in others if isinstance(kind, type) and issubclass(kind, nn.Module))
+
+
+@lru_cache(maxsize=1024)
 def _shows_positions(kind: type) -> bool:
     """Parse the source of a class, and of those it builds on, for calls of mask functions with position_ids: by name,
     or in a dict of arguments."""

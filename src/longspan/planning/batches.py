@@ -20,7 +20,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layouts import Layout, whole_documents
@@ -31,6 +31,7 @@ from longspan.spans import Ints, check_int, truncated_repr
 if TYPE_CHECKING:
     from longspan.planning.plan import Plan
 
+NO_LABEL = -100
 PAIR_COST = 1 / (6 * 4096)
 """Cost of an attention pair, in units of a token's cost in all other layers: 1 / (6 * hidden size) in transformers."""
 
@@ -229,7 +230,7 @@ def batches(
     ranks_per_group: int | None = None,
     seed: int = 0,
     order: ArrayLike | None = None,
-    labels: ArrayLike | None = None,
+    labels: ArrayLike | Sequence[ArrayLike] | None = None,
     too_long: str = "refuse",
     ranks_per_node: int = 8,
     causal: bool = True,
@@ -250,7 +251,8 @@ def batches(
             every micro-batch (`BatchStep.of_rank`), as with a static dp x cp. Default: all ranks are one group.
         seed: selects an order of the documents, such as the number of the epoch.
         order: the numbers of all documents in the order of a sampler, instead of `seed`.
-        labels: the number of labels of each document, if it is not one less than its tokens.
+        labels: for each document the number of its labels, if it is not one less than its tokens, or the labels of its
+            tokens (-100: none), which are cut with it.
         too_long: what to do with documents that are longer than a micro-batch or a step: "refuse", or "cut" them into
             parts that are documents of their own.
         ranks_per_node: how many ranks share fast links.
@@ -319,17 +321,32 @@ def shuffled_numbers(num: int, seed: int) -> Ints:
     return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
 
 
-def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_cut: bool) -> Ints:
-    """Return (document, start, length, labels) in order, with documents above the limit in equal parts."""
-    try:
-        counts = np.maximum(sizes - 1, 0) if labels is None else np.asarray(labels)
-    except ValueError:  # lists of several lengths
-        counts = np.zeros(0)
+def _count_labels(sizes: Ints, labels: Any) -> tuple[Ints, list[NDArray[Any]]]:
+    """Return the number of labels of each document, and the labels of its tokens if these were given."""
+    if labels is None:
+        return np.maximum(sizes - 1, 0), []
+    counts: NDArray[Any] = np.zeros(0)
+    of_tokens: list[NDArray[Any]] = []
+    with suppress(ValueError, TypeError):  # lists of other lengths than the documents
+        try:
+            counts = np.asarray(labels)
+        except ValueError:  # lists of several lengths
+            of_tokens = [np.asarray(row) for row in labels]
+        if counts.ndim == 2:
+            of_tokens = list(counts)
+        if of_tokens and all(row.shape == (size,) for row, size in zip(of_tokens, sizes.tolist(), strict=True)):
+            counts = np.array([(row[1:] != NO_LABEL).sum() for row in of_tokens])  # the first token is not predicted
     if counts.shape != sizes.shape or counts.dtype.kind not in "iu" or ((counts < 0) | (counts > sizes)).any():
         raise PlanError(
-            f"labels must be a number from 0 to its tokens for each of {len(sizes)} documents, but got"
-            f" {truncated_repr(labels)}."
+            f"labels must be a number from 0 to its tokens, or the labels of its tokens, for each of {len(sizes)}"
+            f" documents, but got {truncated_repr(labels)}."
         )
+    return counts.astype(np.int64), of_tokens
+
+
+def _parts(sizes: Ints, numbers: Ints, labels: Any, limit: int, is_cut: bool) -> Ints:
+    """Return (document, start, length, labels) in order, with documents above the limit in equal parts."""
+    counts, of_tokens = _count_labels(sizes, labels)
     long = np.flatnonzero(sizes > limit)
     if len(long) and not is_cut:
         raise PlanError(
@@ -337,10 +354,10 @@ def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_
             f" {limit} of a group's micro-batch or of a step. Use more ranks (of a group), a larger tokens_per_rank or"
             f" tokens_per_step, or too_long='cut'."
         )
-    if len(long) and labels is not None:
+    if len(long) and labels is not None and not of_tokens:
         raise PlanError(
-            f"labels must be None if documents are cut, but document {int(long[0])} is: it is not known which part has"
-            f" the labels. Cut it before, and pass the lengths and labels of its parts."
+            f"labels must be those of tokens if documents are cut, but got numbers, and document {int(long[0])} is cut."
+            f" Pass a list of labels for each document, -100 for tokens without one."
         )
     size = sizes[numbers]
     pieces = np.maximum(-(-size // limit), 1)
@@ -348,4 +365,9 @@ def _parts(sizes: Ints, numbers: Ints, labels: ArrayLike | None, limit: int, is_
     piece = np.arange(len(which), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begin, end = (size[which] * (piece + i) // pieces[which] for i in range(2))
     count = np.where(pieces[which] > 1, end - begin - 1, counts[numbers][which])
-    return np.stack((numbers[which], begin, end - begin, count), axis=1).astype(np.int64)
+    parts = np.stack((numbers[which], begin, end - begin, count), axis=1).astype(np.int64)
+    if of_tokens:
+        for place in np.flatnonzero(pieces[which] > 1).tolist():  # the first token of a part is not predicted either
+            row = of_tokens[parts[place, 0]][begin[place] + 1 : end[place]]
+            parts[place, 3] = (row != NO_LABEL).sum()
+    return parts

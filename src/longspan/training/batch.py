@@ -82,21 +82,19 @@ def shift_tokens(x: Tensor, shift: int, *, documents: Documents = None, fill: fl
     return shift_within_documents(x, shift, document_numbers(documents, x.shape[-1]), fill)
 
 
-def shift_within_documents(x: Tensor, shift: int, numbers: Ints, fill: float, reach: int | None = None) -> Tensor:
-    """Do as `shift_tokens`; positions whose document ends within `reach` tokens (default: `shift`) are filled."""
+def shift_within_documents(x: Tensor, shift: int, numbers: Ints, fill: float) -> Tensor:
+    """Do as `shift_tokens`, with documents as `document_numbers`."""
     seq_len = x.shape[-1]
-    reach = shift if reach is None else reach
     shift = check_int(shift, "shift", "shift_tokens()", BatchError)
     check_rows(numbers, 1 if x.ndim < 2 else x.shape[-2])
     check_fill(x, fill, "fill", BatchError)
     moved = x.new_full(x.shape, fill)
-    if reach >= seq_len:
+    if shift >= seq_len:
         return moved
-    same = to_device(torch.from_numpy(numbers[:, reach:] == numbers[:, : seq_len - reach]), x.device)
+    same = to_device(torch.from_numpy(numbers[:, shift:] == numbers[:, : seq_len - shift]), x.device)
     if x.ndim == 1:
         same = same[0]
-    taken = x[..., shift : shift + seq_len - reach]
-    moved[..., : seq_len - reach] = torch.where(same, taken, moved[..., : seq_len - reach])
+    moved[..., : seq_len - shift] = torch.where(same, x[..., shift:], moved[..., : seq_len - shift])
     return moved
 
 
@@ -268,10 +266,9 @@ def shard_batch(
     that both use one layout: `shard_batch(batch, plan, rank)`, or `plan.shard(batch, rank)`.
 
     - `labels` are unshifted tokens, as tokenizers return them. The result has `shift_labels`: each position has the
-      next token's label, `ignore_index` at the end of the sequence or document. A batch that has `shift_labels`
-      instead is taken as shifted by one already, across documents: the last token of each document but the last gets
-      `ignore_index`. With `num_shifts` = n (multi-token prediction) there are also `shift_labels_2` to
-      `shift_labels_n`, the tokens 2 to n positions later.
+      next token's label, `ignore_index` at the end of the sequence or document. `shift_labels` of the batch are used
+      as they are: also the last token of a document may have a label, such as the end of text. With `num_shifts` = n
+      (multi-token prediction) there are also `shift_labels_2` to `shift_labels_n`, the tokens 2 to n positions later.
     - `loss_mask` (0 or 1) is shifted with its labels; labels it excludes become `ignore_index`, and the result's
       `loss_mask` tells which `shift_labels` count.
     - `position_ids` are (B, S), or (3, B, S) as for images and video. Without them `positions` defines them: "sequence"
@@ -388,14 +385,10 @@ def _labels(batch: Mapping[str, Any], numbers: Any, num_shifts: int, ignore_inde
             " multiply the losses of tokens by them."
         )
         labels = labels.masked_fill(~as_bool(batch["loss_mask"], "loss_mask", hint), ignore_index)
-    seq_len = labels.shape[-1]
-    if done:  # the last position has a label, too: a token after the sequence, of its last document
-        labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
-        numbers = np.concatenate((numbers, numbers[:, -1:]), axis=1)
     shifts = {
         "shift_labels" + (f"_{shift}" if shift > 1 else ""): shift_within_documents(
-            labels, shift - done, numbers, ignore_index, reach=shift
-        )[..., :seq_len]
+            labels, shift - done, numbers, ignore_index
+        )
         for shift in range(1, num_shifts + 1)
     }
     if "loss_mask" in batch:

@@ -90,7 +90,8 @@ def token_loss(
         all_summed(sums, members)
     count = torch.ones_like(sums[1])
     if reduction == "mean":  # without labels, a sum of zero is divided by one
-        count = sums[1] if num_tokens is None else torch.as_tensor(num_tokens)
+        # Without a dim, a count of float32 does not round losses of float64.
+        count = sums[1] if num_tokens is None else torch.as_tensor(num_tokens).reshape(())
         count = count.masked_fill(count == 0, 1)
     value = (sums[0] / count).to(accumulation_dtype(values.dtype))
     factor = size if gradients == "average" else 1
