@@ -226,7 +226,7 @@ REFUSED = {
     "recurrent_gemma": "RecurrentGemma",
     "inkling_text": "position_bias",
     "zaya": "conv_qk",
-    "rwkv": "but got 'eager'",
+    "rwkv": "its layers do not call transformers' attention interface",
     "xlstm": "xLSTM",
 }
 """Model types that are refused, and what the refusal speaks of if any model is asked for."""
@@ -260,7 +260,7 @@ def said(call):
     return None
 
 
-def refusal(model_type):
+def refusal(model_type, attention="longspan"):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from longspan import huggingface
@@ -269,7 +269,7 @@ def refusal(model_type):
     huggingface.register()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **OTHERS[model_type]))
     with contextlib.suppress(ValueError):  # rwkv has no attention to name
-        model.set_attn_implementation("longspan")
+        model.set_attn_implementation(attention)
     batch = {"input_ids": torch.randint(3, VOCAB, (1, 24))}
     return said(lambda: model(**huggingface.shard_inputs(model, batch, dist.group.WORLD)))
 

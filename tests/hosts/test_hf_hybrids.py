@@ -115,6 +115,15 @@ def test_other_hybrids_are_refused_by_name(model_type):
     assert any(words in text for words in (work.REFUSED[model_type], *OLD)), text
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "rwkv", "xlstm"])
+def test_models_without_attention_are_refused_before_it_is_named(model_type):
+    """Naming another attention would lead to the next refusal."""
+    (said,) = pool(1).run(work.refusal, model_type, "eager", timeout=TIMEOUT)
+    assert said[0] == "BatchError"
+    assert "set_attn_implementation" not in said[1]
+    assert "se one device" in said[1] or "on one device" in said[1]
+
+
 @pytest.mark.parametrize("model_type", [name for name in work.MODELS if not hf_versions.has_hybrid(name)])
 def test_all_are_refused_before_their_layers_can_be_routed(model_type):
     kind, text = pool(1).run(work.refusal_of_old, model_type, timeout=TIMEOUT)[0]

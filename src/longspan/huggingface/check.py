@@ -43,7 +43,7 @@ from longspan.huggingface.batches import (
 )
 from longspan.huggingface.head import OutputKind, scale_of
 from longspan.huggingface.hooks import accepts_kwarg, vision_encoders
-from longspan.huggingface.mixers import check_mixers, is_hybrid, mixes, text_part
+from longspan.huggingface.mixers import check_mixers, is_hybrid, text_part, uses_attention
 from longspan.huggingface.sharding import Sharding, build_arguments, register
 from longspan.huggingface.structure import (
     Rules,
@@ -486,8 +486,8 @@ def _start(kind: type, config: Any, form: Form) -> Trial:
         model.set_attn_implementation(NAME)
     except (CannotShrinkError, ValueError, KeyError) as error:
         raise _FailedError(f"no tiny copy of it could be built ({_line(error)}). {_ADVICE}.") from error
-    uses_attention = is_hybrid(model) or any("ALL_ATTENTION_FUNCTIONS" in mixes(type(m)) for m in model.modules())
-    if model.config.get_text_config()._attn_implementation != NAME or not uses_attention:
+    mixes_tokens = is_hybrid(model) or uses_attention(model)
+    if model.config.get_text_config()._attn_implementation != NAME or not mixes_tokens:
         raise _RefusedError(
             "it computes attention in code of its own, where transformers lets no other attention in. Use one device."
         )

@@ -210,6 +210,11 @@ def is_hybrid(model: nn.Module) -> bool:
     return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in set(map(type, model.modules())))
 
 
+def uses_attention(model: nn.Module) -> bool:
+    """Return whether any layer calls attention by transformers' interface."""
+    return any("ALL_ATTENTION_FUNCTIONS" in mixes(kind) for kind in set(map(type, model.modules())))
+
+
 def check_mixers(model: nn.Module) -> None:
     """Raise for layers that call functions which Longspan does not compute over ranks."""
     check_hybrid(model)

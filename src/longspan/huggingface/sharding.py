@@ -29,6 +29,7 @@ from longspan.huggingface.batches import (
 )
 from longspan.huggingface.head import HeadTask, OutputKind
 from longspan.huggingface.masks import counts_inside_documents, layer_mask
+from longspan.huggingface.mixers import uses_attention
 from longspan.huggingface.sequence import ShardedSequence, Whole
 from longspan.huggingface.structure import Rules, check_structure, text_model
 from longspan.layouts import Layout
@@ -69,6 +70,12 @@ def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
         raise BatchError(f"shard_inputs takes a model of transformers, but got {type(model).__name__}.")
     text = config.get_text_config()
     if text._attn_implementation != NAME:
+        if type(inner).__module__.startswith("transformers.models.") and not uses_attention(inner):
+            adapter_of(inner).check_mixers()
+            raise BatchError(
+                f"{type(inner).__name__} cannot be used over ranks: its layers do not call transformers' attention"
+                f" interface, so another attention would change nothing. Use one device."
+            )
         raise BatchError(
             f"the model's attention must be {NAME!r}, but got {text._attn_implementation!r}, which ignores other ranks."
             f" Call register(), and model.set_attn_implementation({NAME!r}) or from_pretrained(...,"
