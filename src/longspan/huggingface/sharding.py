@@ -64,7 +64,7 @@ def register() -> str:
 
 def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
     """Return the model of transformers inside of `model`; raise for what no model supports over ranks."""
-    inner = text_model(model)
+    inner: Any = text_model(model)
     config = getattr(model if inner is None else inner, "config", model)
     if not hasattr(config, "get_text_config"):
         raise BatchError(f"shard_inputs takes a model of transformers, but got {type(model).__name__}.")

@@ -86,7 +86,8 @@ class BlockWork:
         k = int(np.searchsorted(before, target, side="right")) - 1
         blocks = np.arange(len(self._totals), dtype=np.float64)
         block_at: Floats = np.interp(rows[k, :1] / self.block, blocks, self._totals)
-        at: Floats = np.interp(block_at + (target - before[k]) / self.block**2, self._totals, blocks)
+        there: Floats = block_at + (target - before[k]) / self.block**2
+        at: Floats = np.interp(there, self._totals, blocks)
         return min(max(round(float(at[0]) * self.block), int(rows[k, 0])), int(rows[k, 1]))
 
     def in_bands(self, bands: Ints) -> Floats:
