@@ -32,46 +32,51 @@ ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class BlockWork:
-    """The blocks of one plane that kernels compute."""
+    """The blocks of one plane that kernels compute: as many as all, 1 each, or a part where closed form decides.
+
+    A block that the sample met only once also counts for those that it missed.
+    """
 
     block: int
     """Tokens of a block's side."""
-    opened: NDArray[np.float32]
-    """1 for a block that is computed, 0 for one that is not, rows by keys. Parts where closed form decides count as
-    their share; a block that the sample met only once also counts for those that it missed."""
+    before: NDArray[np.float32]
+    """The blocks before each row and column of blocks."""
+    totals: Floats
+    """The blocks in the rows before each row of blocks."""
     variance: Floats
-    """Of the number of opened blocks of each row of blocks; 0 if they were counted."""
+    """Of the number of blocks in each row of blocks; 0 if they were counted."""
     is_counted: bool
     region: Ints
 
-    @cached_property
-    def _totals(self) -> Floats:
-        """Blocks in the rows before each row of blocks."""
-        return np.concatenate(([0.0], np.cumsum(self.opened.sum(axis=1, dtype=np.float64))))
+    @staticmethod
+    def of(block: int, opened: NDArray[np.float32], variance: Floats, is_counted: bool, region: Ints) -> BlockWork:
+        totals = np.concatenate(([0.0], np.cumsum(opened.sum(axis=1, dtype=np.float64))))
+        return BlockWork(block, _before(opened), totals, variance, is_counted, region)
+
+    @property
+    def opened(self) -> NDArray[np.float32]:
+        """How much of each block is computed, rows by keys."""
+        return np.diff(np.diff(self.before, axis=0), axis=1)
 
     @cached_property
-    def _corners(self) -> NDArray[np.float32]:
-        return _before(self.opened)
-
-    @cached_property
-    def _region_corners(self) -> NDArray[np.float32]:
-        edges = self.block * np.arange(len(self.opened) + 1, dtype=np.int64)
+    def _region_before(self) -> NDArray[np.float32]:
+        edges = self.block * np.arange(len(self.totals), dtype=np.int64)
         return _before((tile_pairs(self.region, edges, edges) / self.block**2).astype(np.float32))
 
     def per_row(self) -> Ints:
         """Return (start, stop, keys that each of these rows is computed with) of every row of blocks."""
-        starts = self.block * np.arange(len(self.opened), dtype=np.int64)
-        keys = np.round(self.block * np.diff(self._totals)).astype(np.int64)
+        starts = self.block * np.arange(len(self.variance), dtype=np.int64)
+        keys = np.round(self.block * np.diff(self.totals)).astype(np.int64)
         return np.stack((starts, starts + self.block, keys), axis=1)
 
     def in_rows(self, spans: Ints) -> Floats:
         """Return the pairs that are computed in the rows of each (start, stop) span."""
-        at: Floats = np.interp(spans[:, :2] / self.block, np.arange(len(self._totals)), self._totals)
+        at: Floats = np.interp(spans[:, :2] / self.block, np.arange(len(self.totals)), self.totals)
         return (at[:, 1] - at[:, 0]) * self.block**2
 
     def variance_of_rows(self, spans: Ints, owner: Ints, num: int) -> Floats:
         """Return the variance of `in_rows`, summed by the owner of each span."""
-        starts = self.block * np.arange(len(self.opened), dtype=np.int64)
+        starts = self.block * np.arange(len(self.variance), dtype=np.int64)
         i, j = join(spans[:, :2], np.stack((starts, starts + self.block), axis=1))
         held = np.minimum(spans[i, 1], starts[j] + self.block) - np.maximum(spans[i, 0], starts[j])
         share = np.zeros((num, len(starts)))
@@ -84,10 +89,10 @@ class BlockWork:
         before: Floats = np.cumsum(pairs) - pairs
         target = share * float(pairs.sum())
         k = int(np.searchsorted(before, target, side="right")) - 1
-        blocks = np.arange(len(self._totals), dtype=np.float64)
-        block_at: Floats = np.interp(rows[k, :1] / self.block, blocks, self._totals)
+        blocks = np.arange(len(self.totals), dtype=np.float64)
+        block_at: Floats = np.interp(rows[k, :1] / self.block, blocks, self.totals)
         there: Floats = block_at + (target - before[k]) / self.block**2
-        at: Floats = np.interp(there, self._totals, blocks)
+        at: Floats = np.interp(there, self.totals, blocks)
         return min(max(round(float(at[0]) * self.block), int(rows[k, 0])), int(rows[k, 1]))
 
     def in_bands(self, bands: Ints) -> Floats:
@@ -95,28 +100,28 @@ class BlockWork:
 
         Bands whose rectangles overlap share what is computed there by their own pairs.
         """
-        found = _in_rectangles(self._corners, bands / self.block)
+        found = _in_rectangles(self.before, bands / self.block)
         if len(self.region) > 1:
-            held = _in_rectangles(self._region_corners, bands / self.block) * self.block**2
+            held = _in_rectangles(self._region_before, bands / self.block) * self.block**2
             return found * self.block**2 * bd.area(bands) / np.maximum(held, 1.0)
         return found * self.block**2
 
 
 def _before(cells: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the sum of the cells before each corner."""
-    corners = np.zeros((cells.shape[0] + 1, cells.shape[1] + 1), dtype=np.float32)
-    corners[1:, 1:] = cells.cumsum(axis=0, dtype=np.float64).cumsum(axis=1)
-    return corners
+    """Return the sum of the cells before each row and column."""
+    sums = np.zeros((cells.shape[0] + 1, cells.shape[1] + 1), dtype=np.float32)
+    sums[1:, 1:] = cells.cumsum(axis=0, dtype=np.float64).cumsum(axis=1)
+    return sums
 
 
-def _in_rectangles(corners: NDArray[np.float32], edges: Floats) -> Floats:
-    """Return the sum of cells in rectangles; `edges` has their sides in cells, first and last row and column."""
+def _in_rectangles(sums: NDArray[np.float32], edges: Floats) -> Floats:
+    """Return the sum of cells in rectangles, by `_before`; `edges` has first and last row and column of each."""
 
     def before(q: Floats, k: Floats) -> Floats:
-        i, j = (np.clip(x.astype(np.int64), 0, size - 2) for x, size in zip((q, k), corners.shape, strict=True))
+        i, j = (np.clip(x.astype(np.int64), 0, size - 2) for x, size in zip((q, k), sums.shape, strict=True))
         f, g = np.clip(q - i, 0, 1), np.clip(k - j, 0, 1)
-        low = corners[i, j] * (1 - g) + corners[i, j + 1] * g
-        high = corners[i + 1, j] * (1 - g) + corners[i + 1, j + 1] * g
+        low = sums[i, j] * (1 - g) + sums[i, j + 1] * g
+        high = sums[i + 1, j] * (1 - g) + sums[i + 1, j + 1] * g
         return low * (1 - f) + high * f
 
     q0, q1, k0, k1 = edges[:, :4].T
@@ -133,9 +138,9 @@ def block_work(plane: Plane) -> BlockWork | None:
     """
     if plane.predicate is None or plane.is_blocks:
         return None
-    if not plane.memo:
-        plane.memo.append(_measure(plane))
-    return plane.memo[0]
+    if not plane._work:
+        plane._work.append(_measure(plane))
+    return plane._work[0]
 
 
 def pairs_in(plane: Plane, bands: Ints) -> Pairs:
@@ -147,7 +152,7 @@ def pairs_in(plane: Plane, bands: Ints) -> Pairs:
 def num_pairs(plane: Plane) -> int:
     """Return how many pairs of the plane kernels compute."""
     work = block_work(plane)
-    return int(bd.area(plane.region).sum()) if work is None else int(work.opened.sum(dtype=np.float64) * work.block**2)
+    return int(bd.area(plane.region).sum()) if work is None else int(work.totals[-1] * work.block**2)
 
 
 # -- Counting and sampling ---------------------------------------------------------------------------------------------
@@ -168,7 +173,7 @@ def _measure(plane: Plane) -> BlockWork:
         opened, variance = _sample(asked, edges)
     if len(plane.sure):
         opened = np.maximum(opened, (tile_pairs(plane.sure, edges, edges) / block**2).astype(np.float32))
-    return BlockWork(block, opened, variance, side <= SIDE, plane.region)
+    return BlockWork.of(block, opened, variance, side <= SIDE, plane.region)
 
 
 def _sample(plane: Plane, edges: Ints) -> tuple[NDArray[np.float32], Floats]:
