@@ -66,7 +66,8 @@ class Plane:
     def allows(self, q: Ints, kv: Ints) -> Bools:
         """Return whether each pair is allowed; `q` and `kv` broadcast against each other."""
         if self.predicate is not None and self._is_open(q, kv):
-            return self.predicate.allows(q, kv)
+            allowed = self.predicate.allows(q, kv)
+            return allowed if allowed.flags.writeable else allowed.copy()
         wide_q, wide_kv = np.broadcast_arrays(q, kv)
         allowed = bd.contains(self.sure, wide_q, wide_kv)
         if self.predicate is not None:
