@@ -64,13 +64,14 @@ def register() -> str:
 
 def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
     """Return the model of transformers inside of `model`; raise for what no model supports over ranks."""
-    inner: Any = text_model(model)
+    inner = text_model(model)
     config = getattr(model if inner is None else inner, "config", model)
     if not hasattr(config, "get_text_config"):
         raise BatchError(f"shard_inputs takes a model of transformers, but got {type(model).__name__}.")
     text = config.get_text_config()
     if text._attn_implementation != NAME:
-        if type(inner).__module__.startswith("transformers.models.") and not uses_attention(inner):
+        is_known = inner is not None and type(inner).__module__.startswith("transformers.models.")
+        if inner is not None and is_known and not uses_attention(inner):
             adapter_of(inner).check_mixers()
             raise BatchError(
                 f"{type(inner).__name__} cannot be used over ranks: its layers do not call transformers' attention"

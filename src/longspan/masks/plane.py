@@ -49,7 +49,7 @@ class Plane:
     predicate: Predicate | None = None
     is_blocks: bool = False
     """Whether `maybe` lists blocks that all hold an allowed pair, as a BlockMask does: kernels compute all of it."""
-    _work: list[Any] = field(default_factory=list[Any], init=False, repr=False)
+    measured: list[Any] = field(default_factory=list[Any], init=False, repr=False)
     """What `masks.work` has found out about it."""
 
     def __post_init__(self) -> None:

@@ -138,9 +138,9 @@ def block_work(plane: Plane) -> BlockWork | None:
     """
     if plane.predicate is None or plane.is_blocks:
         return None
-    if not plane._work:
-        plane._work.append(_measure(plane))
-    return plane._work[0]
+    if not plane.measured:
+        plane.measured.append(_measure(plane))
+    return plane.measured[0]
 
 
 def pairs_in(plane: Plane, bands: Ints) -> Pairs:

@@ -368,6 +368,6 @@ def _parts(sizes: Ints, numbers: Ints, labels: Any, limit: int, is_cut: bool) ->
     parts = np.stack((numbers[which], begin, end - begin, count), axis=1).astype(np.int64)
     if of_tokens:
         for place in np.flatnonzero(pieces[which] > 1).tolist():  # the first token of a part is not predicted either
-            row: Ints = of_tokens[parts[place, 0]][begin[place] + 1 : end[place]]
-            parts[place, 3] = (row != NO_LABEL).sum()
+            row = np.asarray(of_tokens[parts[place, 0]], dtype=np.int64)[begin[place] + 1 : end[place]]
+            parts[place, 3] = np.count_nonzero(row != NO_LABEL)
     return parts
