@@ -346,8 +346,13 @@ class Problem:
                     total += variance * float(len(part.q_heads) * rows) ** 2
         return total
 
-    def pairs_of(self, compute: Compute) -> Pairs:
-        """Return the pairs that are computed of each of the compute's bands."""
+    @property
+    def pairs_of(self) -> Callable[[Compute], Pairs] | None:
+        """Return the pairs that are computed of each band of a compute; None where bands say it."""
+        has_function = any(block_work(part.plane) is not None for lane in self.lanes for part in lane.parts)
+        return self._pairs_of if has_function else None
+
+    def _pairs_of(self, compute: Compute) -> Pairs:
         parts = [part for lane in self.lanes if lane.batch == compute.q.batch for part in lane.parts]
         head = compute.q.heads.start
         plane = next(part.plane for part in parts if part.q_heads.start <= head < part.q_heads.stop)
