@@ -8,7 +8,7 @@ if they are long enough, and what is left at the end of the sequence goes to the
 >>> from longspan.masks import causal
 >>> profile = View.of(causal(8), 8).profile(8)
 >>> deal_slices([profile], 8, 2).tolist()
-[[0, 4, 0], [4, 8, 1]]
+[[0, 4, 1], [4, 8, 0]]
 
 Eight tokens are too few for slices of two, which take at least 16.
 """
