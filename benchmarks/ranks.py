@@ -21,15 +21,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    from longspan.run.group import Safety, use_safety
-
-    with use_safety(Safety(patience=30.0)):  # many ranks may share few cores, so a slow one is not dead
-        while (call := pipe.recv()) is not None:
-            function, args = call
-            try:
-                pipe.send((True, function(*args)))
-            except Exception:
-                pipe.send((False, traceback.format_exc()))
+    while (call := pipe.recv()) is not None:
+        function, args = call
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
 
@@ -68,17 +65,6 @@ class Ranks:
             if not fine:
                 raise RuntimeError(f"rank {rank} raised:\n{value}")
             results.append(value)
-        return results
-
-    def run_some(self, function: Callable[..., Any], *args: Any, without: int, timeout: float = 60.0) -> list[Any]:
-        """Run as `run` does, where a rank may never answer; its result is None, as after an exception."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        results: list[Any] = []
-        for rank, pipe in enumerate(self._pipes):
-            heard = rank != without and pipe.poll(timeout)
-            fine, value = pipe.recv() if heard else (False, None)
-            results.append(value if fine else None)
         return results
 
     def end(self) -> None:

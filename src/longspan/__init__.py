@@ -11,13 +11,11 @@ from longspan import layouts, masks, planning
 from longspan.api import attention, block_mask, causal_conv1d, conv_plan, flex_attention, plan
 from longspan.errors import (
     AgreementError,
-    BusyError,
     KernelError,
     LayoutError,
     LongspanError,
     MaskError,
     PlanError,
-    RankError,
     ScheduleError,
 )
 from longspan.planning.batches import MicroBatch as _MicroBatch
@@ -33,14 +31,12 @@ from longspan.versions import VERSION
 __version__ = VERSION
 __all__ = [
     "AgreementError",
-    "BusyError",
     "KernelError",
     "LayoutError",
     "LongspanError",
     "MaskError",
     "Plan",
     "PlanError",
-    "RankError",
     "ScheduleError",
     "Span",
     "attention",
@@ -61,14 +57,6 @@ __all__ = [
     "ssd",
     "verify",
 ]
-
-
-def __getattr__(name: str) -> _Any:
-    if name == "schedules":  # the name of `planning` in 0.2
-        import longspan.schedules
-
-        return longspan.schedules
-    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
 
 
 def _repr_html(value: masks.Mask | layouts.Layout | Plan | _ScanPlan) -> str:

@@ -60,6 +60,7 @@ def recording() -> Iterator[None]:
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which operators run without autograd."""
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def version(tensor: Tensor) -> int:
@@ -286,19 +287,6 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
-def abort(group: ProcessGroup, device: torch.device) -> None:
-    """Abort all operations of the group on such a device."""
-    group._get_backend(device).abort()
-
-
-def timeout_of(group: ProcessGroup, device: torch.device) -> float | None:
-    """Return the timeout of the group's backend in seconds; None if unknown."""
-    try:
-        return group._get_backend(device).options._timeout.total_seconds()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def attempt_store_of(timeout: timedelta) -> Any:
     """Return a client of the launcher's store, or a new store, with a prefix for this restart."""
     env = os.environ
@@ -508,7 +496,7 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
     and no mode, `torch.func` transform, profiler, compiler or compiled graph is active."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch._C._are_functorch_transforms_active() or is_profiling():
         return False
     if get_eval_frame_callback() is not None:
         return False

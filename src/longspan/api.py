@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from longspan._compile import run_eagerly
-from longspan.errors import PlanError, ScheduleError, in_context, refuse_old_names
+from longspan.errors import PlanError, ScheduleError, in_context
 from longspan.layouts import Layout
 from longspan.masks import Mask
 from longspan.masks.convert import advice, check_words, mask_of
@@ -304,7 +304,6 @@ def block_mask(
 
 
 @run_eagerly
-@refuse_old_names(schedule="scheme")
 def plan(
     mask: Mask | Table,
     layout: Layout,

@@ -6,11 +6,6 @@ Every message says what was expected, what Longspan got and how to fix it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class LongspanError(Exception):
@@ -52,14 +47,6 @@ class AgreementError(LongspanError, ValueError):
     """Ranks of a group called with different arguments."""
 
 
-class BusyError(LongspanError, RuntimeError):
-    """Another thread of this process is using the group."""
-
-
-class RankError(LongspanError, RuntimeError):
-    """A rank died, stopped, raised, or diverged from the others."""
-
-
 class in_context:  # noqa: N801  (used like a function; a generator-based context manager takes three times as long)
     """Context manager that sets `context` on errors raised inside. If several are nested, the innermost one sets it.
 
@@ -76,26 +63,5 @@ class in_context:  # noqa: N801  (used like a function; a generator-based contex
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, LongspanError) and not isinstance(error, AgreementError | RankError):  # about all ranks
+        if isinstance(error, LongspanError) and not isinstance(error, AgreementError):  # about all ranks
             error.context = error.context or self._describe()
-
-
-def refuse_old_names(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function so that old argument names raise an error with the new name.
-
-    >>> refuse_old_names(schedule="scheme")(lambda scheme: scheme)(schedule="ring")
-    Traceback (most recent call last):
-    longspan.errors.PlanError: <lambda> has no argument schedule: it was renamed. Use scheme='ring'.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            for old in names.keys() & kwargs.keys():
-                name, value = function.__qualname__.removesuffix(".__init__"), repr(kwargs[old])
-                raise PlanError(f"{name} has no argument {old}: it was renamed. Use {names[old]}={value:.60}.")
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate

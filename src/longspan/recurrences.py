@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from longspan._compile import run_eagerly
-from longspan.errors import PlanError, in_context, refuse_old_names
+from longspan.errors import PlanError, in_context
 from longspan.layouts import Layout, contiguous
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.machine import Machine, assumed_machine, machine_named
@@ -31,7 +31,6 @@ _HEADS, _KEYS, _VALUES = "batch tokens heads", "batch tokens key_heads keys", "b
 
 
 @run_eagerly
-@refuse_old_names(schedule="scheme")
 def scan_plan(
     documents: Documents,
     layout: Layout,

@@ -14,7 +14,7 @@ from longspan.cli import measure
 from longspan.planning.steps import Sizes
 from tests.device import forms
 from tests.gloo.cli_work import command
-from tests.gpu import site, test_exact, test_faults, test_host, test_memory, test_time, test_training
+from tests.gpu import site, test_exact, test_host, test_memory, test_time, test_training
 
 TOKENS = {"4k": 320, "16k": 256, "64k": 384, "256k": 512, "1M": 768}
 """In the place of the sizes that lines are named after."""
@@ -51,7 +51,6 @@ def replacements(judges_speed):
     yield test_time, "LINK_BYTES", {"cuda": 1 << 20}
     yield test_host, "profile", LaunchProfile
     yield test_training, "COMPILER", {"cuda": "aot_eager"}
-    yield test_faults, "PROGRAM", "tests.device.fault_rank"
     if not judges_speed:
         yield test_time, "LIMITS", ANY_TIME
         yield test_time, "SLOW_LINK", {"cuda": float("inf")}

@@ -239,7 +239,7 @@ def traffic(schemes):
     for scheme in schemes:
         case = extras_case("plain", scheme)
         plan, rank = case[0], dist.get_rank()
-        with observe(marks=True) as counted:
+        with observe() as counted:
             step(case, here(), "reference")
         steps = [s for way in ("forward", "backward") for s in plan.steps(rank, way)]
         planned = sum(t.piece.num_bytes(plan.sizes) for s in steps for t in s.transfers if t.src == rank)

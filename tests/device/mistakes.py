@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import longspan as ls
 from longspan.run import tables, transports
-from longspan.run.group import Running
 from longspan.run.transports import Buffers
 from tests.device import attention_work, forms
 from tests.simulation.streams_mistakes import replaced, rewritten
@@ -70,9 +69,9 @@ def in_wait_due(old, new):
 EARLY = ("staged", "hybrid(2,staged)")
 """Schemes whose messages start a step early."""
 START_EARLY = "flying += [(later, *self._start(later)) for later in exchange.later]"
-WAIT, SEND = "self.running.wait(works)", "exchange = program.send(arrived)"
+WAIT, SEND = "wait_all(works)", "exchange = program.send(arrived)"
 START = "buffers, works = self._start(exchange)"
-BACKWARD = "self.running.call.direction == 'backward'"
+BACKWARD = "self.call.direction == 'backward'"
 
 
 def _table_from_overwritten_memory(numbers, device):
@@ -102,8 +101,11 @@ def _table_on_another_device(numbers, device):
     return torch.from_numpy(numbers).to(torch.device(device.type, other))
 
 
-def _start_without_wait(running, start, device):
-    running.start(lambda: start(running.members.group), running._others, device)
+_all_reduce = dist.all_reduce
+
+
+def _sum_without_wait(tensor, group):
+    _all_reduce(tensor, group=group, async_op=True)
 
 
 MISTAKES = {
@@ -113,7 +115,7 @@ MISTAKES = {
     "no wait in backward": Mistake(in_run(WAIT, f"None if {BACKWARD} else {WAIT}")),
     "no wait in the first step": Mistake(in_run(WAIT, f"exchange.step == 0 or {WAIT}")),
     "a wait for the works of the step before": Mistake(
-        in_run(WAIT, "self.running.wait(getattr(self, 'last', [])); self.last = works")
+        in_run(WAIT, "wait_all(getattr(self, 'last', [])); self.last = works")
     ),
     "a wait on another stream": Mistake(in_run(WAIT, f"with _side(): {WAIT}")),
     "messages are packed on another stream": Mistake(
@@ -135,7 +137,7 @@ MISTAKES = {
     "early messages begin behind another stream": Mistake(
         in_run(START_EARLY, f"with _side(): {START_EARLY}"), schedule="late kernels", schemes=EARLY
     ),
-    "sums over ranks are not waited for": Mistake(methods=((Running, "_collect", _start_without_wait),), case="sinks"),
+    "sums over ranks are not waited for": Mistake(methods=((dist, "all_reduce", _sum_without_wait),), case="sinks"),
     # memory
     "a message is written to before it was sent": Mistake(
         in_run(START, START + "; [message.zero_() for message in exchange.sends.values()]")
@@ -154,7 +156,7 @@ MISTAKES = {
         schemes=EARLY,
     ),
     "a message is unpacked in memory that is not its own": Mistake(
-        in_run("arrived = self._remove_headers(exchange, buffers) if self.checked else buffers",
+        in_run("arrived = buffers",
                "arrived = {peer: torch.empty_like(buffer) for peer, buffer in buffers.items()}")
     ),
     "a pinned source is overwritten": Mistake(
@@ -190,9 +192,9 @@ MISTAKES = {
 # What differs from a mistake in one thing, and is right.
 RIGHT = {
     "a second wait for early messages": Mistake(
-        in_wait_due(WAIT, "self.running.wait(works * 2)"), schedule=LATE, schemes=EARLY
+        in_wait_due(WAIT, "wait_all(works * 2)"), schedule=LATE, schemes=EARLY
     ),
-    "a second wait": Mistake(in_run(WAIT, "self.running.wait(works * 2)"), schedule=LATE),
+    "a second wait": Mistake(in_run(WAIT, "wait_all(works * 2)"), schedule=LATE),
     "messages are packed on another stream, which waits and is waited for": Mistake(
         in_run(SEND, f"with _joined(): {SEND}"), schedule=LATE,
     ),

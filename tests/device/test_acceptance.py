@@ -11,7 +11,7 @@ from tests.device import acceptance_work as work
 from tests.device.ranks import ranks
 from tests.lanes import share
 
-SECTIONS = {"operators", "exact", "long", "training", "memory", "time", "host", "faults"}
+SECTIONS = {"operators", "exact", "long", "training", "memory", "time", "host"}
 PACKAGES = ("fa3", "fa4", "cudnn_varlen")
 REFUSED = (
     *(f"operators.{name}" for name in ("varlen.float32", "flash.float32", "cudnn.float32", "flex.", *PACKAGES)),
@@ -42,7 +42,6 @@ ALWAYS = ("exact", "memory.exchange", "memory.ring", "time.links", "host.waits")
 IN_TURNS = (
     *(f"operators.{kernel}" for kernel in ("varlen", "efficient", "flash", "cudnn", "reference")),
     *("long.exchange", "training", "memory.batches.all_to_all", "time.calibration", "host.time"),
-    *("faults.kill.nccl", "faults.kill.gloo"),
 )
 
 

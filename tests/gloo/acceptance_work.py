@@ -18,7 +18,7 @@ from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import Flash
 from longspan.run.transports import ProcessGroup
 from tests.gloo.cli_work import command
-from tests.gpu import session, test_exact, test_faults, test_training
+from tests.gpu import session, test_exact, test_training
 
 SLOW = 10e6
 """Bytes per second of the slow link, from rank 1 to rank 2."""
@@ -163,21 +163,6 @@ def in_one_line(act):
     return replaced(session.Session, "_try", attempt)
 
 
-def blind_watch():
-    """Faults happen to jobs whose ranks do not watch each other."""
-    return replaced(test_faults, "PROGRAM", "tests.gloo.acceptance_blind_rank")
-
-
-def slow_start():
-    """The jobs that faults happen to take longer to start than they may."""
-    return replaced(test_faults, "START_SECONDS", 0.2)
-
-
-def no_start():
-    """Ranks of those jobs end before they are ready."""
-    return replaced(test_faults, "PROGRAM", "tests.gloo.no_such_module")
-
-
 def far_rows():
     """dk of float32 is 1% too large in tiles with more keys than short sequences have."""
     kernel = kernel_named("cpu_flash").kernel
@@ -261,8 +246,8 @@ def averaged():
 PLANTS = {
     plant.__name__: plant
     for plant in (
-        nothing, wrong_kernel, kernel_reads_beside, slow_link, sync, copy, hoard, slow_call, death, raises, blind_watch,
-        slow_start, no_start, far_rows, kept_messages, part_of_group, recurrence, convolution, huggingface_loss,
+        nothing, wrong_kernel, kernel_reads_beside, slow_link, sync, copy, hoard, slow_call, death, raises,
+        far_rows, kept_messages, part_of_group, recurrence, convolution, huggingface_loss,
         recomputed, compiled, averaged,
     )
 }  # fmt: skip

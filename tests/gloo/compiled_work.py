@@ -1,7 +1,5 @@
 """What ranks of a pool do for tests of compiled calls."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.registry import lookup_backend
@@ -9,8 +7,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-import longspan.training as training
-from longspan.errors import LongspanError
 from longspan.run.transports import observe
 from longspan.testing.oracle import dense_attention
 
@@ -82,25 +78,3 @@ def packed(num_batches, backend, options, keep=False, recomputes=False, scheme="
         errors = [(a - layout.shard(b, rank, dim=1)).abs().max() for a, b in zip(found, expected, strict=True)]
         worst = max(worst, *map(float, errors))
     return worst, compiler.made, sum(num_bytes)
-
-
-def refused_in_compiled_code():
-    """What both ranks are told when rank 0 alone passes tensors that do not fit, in compiled code."""
-    group, world, rank = dist.new_group(), dist.get_world_size(), dist.get_rank()
-    layout = ls.layouts.zigzag(S, world)
-    asked = {"q_heads": HEADS, "kv_heads": HEADS, "head_dim": D, "dtype": "float64", "scheme": "ring"}
-    plan = ls.plan(ls.masks.causal(), layout, **asked)
-    call = torch.compile(
-        lambda q, k, v: ls.attention(q, k, v, plan, group=group), backend="aot_eager", fullgraph=True, dynamic=True
-    )
-    with training.watch(group, patience=30.0):
-        q, k, v = torch.randn(3, 1, HEADS, S // world, D, dtype=torch.float64)
-        call(q, k, v)
-        if rank == 0:
-            q, k, v = (t[:, :, 1:] for t in (q, k, v))
-        began = time.monotonic()
-        try:
-            call(q, k, v)
-        except LongspanError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-    return "none", "", 0.0

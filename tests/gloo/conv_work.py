@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan.run.transports import observe
-from longspan.training import watch
 from tests.conv_cases import conv_case, expected, worst
 
 
@@ -57,17 +56,12 @@ def scenes():
     def checkpointed(*tensors, **options):
         return checkpoint(lambda *t: ls.causal_conv1d(*t, **options), *tensors, use_reentrant=False)
 
-    def checked(*tensors, **options):
-        with watch(dist.group.WORLD, checked=True):
-            return ls.causal_conv1d(*tensors, **options)
-
     def transposed(x, *tensors, **options):
         return ls.causal_conv1d(x.mT.contiguous().mT, *tensors, **options)
 
     found = {
         "mesh": errors(case, on_rank(case, group=mesh["cp"])),
         "checkpointed": errors(case, on_rank(case, checkpointed)),
-        "checked": errors(case, on_rank(case, checked)),
         "transposed": errors(case, on_rank(case, transposed)),
         "twice": errors(case, on_rank(case)),
     }

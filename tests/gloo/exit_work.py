@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan.training import watch
 
 HOW, DESTROY = sys.argv[1], sys.argv[2] == "destroy"
 torch.set_num_threads(1)
@@ -73,9 +72,6 @@ try:
         if rank == 0:
             raise KeyError("outside")
         step()
-    elif HOW == "watch":
-        with watch(group):
-            step()
     elif HOW == "lock":  # the interpreter's lock is held while the others wait
         if rank == 0:
             ctypes.PyDLL(None).sleep(1)

@@ -1,18 +1,18 @@
 """What ranks of a pool do for tests of the order of calls. Each has a group of its own: a failed one stays failed."""
 
-import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import longspan as ls
-import longspan.training as training
-from longspan.errors import LongspanError
 from longspan.testing.oracle import dense_gradients
 
 S, D, SCALE = 64, 8, 0.4
 LIMIT = 1e-12
 """float64 over 64 keys: sums of some hundred terms of size 1."""
+TIMEOUT = 2.0
+"""Seconds of a group whose ranks wait for messages that do not come."""
 DOCS = {"A": None, "B": [30, 34], "C": [13, 40, 11]}
 
 
@@ -63,25 +63,24 @@ def right_orders(scheme, seed):
     return max(errors) < LIMIT, len(errors)
 
 
-def swapped(how, scheme, checked=False):
-    """What each rank is told, and after how many seconds, when rank 1 does two things in another order."""
-    group, world = dist.new_group(), dist.get_world_size()
-    with training.watch(group, patience=30.0, checked=checked):
-        first, second = _pair(how, scheme, group, world)
-        for seed in range(2):  # both are agreed on, and right
-            assert first(seed) < LIMIT
-            assert second(seed) < LIMIT
-        if how == "backward":
-            shots = [Shot(_plan("A", scheme, world), group, seed) for seed in (7, 8)]
-            first, second = (lambda _, shot=shot: shot.backward() for shot in shots)
-        order = (second, first) if dist.get_rank() == 1 else (first, second)
-        dist.barrier()
-        began = time.monotonic()
-        try:
-            errors = [act(9) for act in order]
-        except LongspanError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "none", f"{errors}", time.monotonic() - began
+def swapped(how, scheme):
+    """The errors of results, or the exception that ends the wait, when rank 1 does two things in another order."""
+    group, world = dist.new_group(timeout=timedelta(seconds=TIMEOUT)), dist.get_world_size()
+    first, second = _pair(how, scheme, group, world)
+    for seed in range(2):  # both are agreed on, and right
+        assert first(seed) < LIMIT
+        assert second(seed) < LIMIT
+    if how == "backward":
+        shots = [Shot(_plan("A", scheme, world), group, seed) for seed in (7, 8)]
+        first, second = (lambda _, shot=shot: shot.backward() for shot in shots)
+    order = (second, first) if dist.get_rank() == 1 else (first, second)
+    errors = []
+    try:
+        for act in order:
+            errors.append(act(9))
+    except RuntimeError as error:
+        return errors, str(error)
+    return errors, ""
 
 
 def _pair(how, scheme, group, world):
@@ -95,43 +94,6 @@ def _pair(how, scheme, group, world):
         lambda seed, name=name, n=n: Shot(plan, group, seed + 50 * n, name=name).backward()
         for n, name in enumerate(names)
     ]
-
-
-def one_is_alone(how):
-    """As `swapped`, where one of the two plans needs no messages: who has that one first goes on alone."""
-    group, world = dist.new_group(), dist.get_world_size()
-    layout = ls.layouts.contiguous(S, world)
-    asked = {"q_heads": 4, "kv_heads": 4, "head_dim": D, "dtype": "float64", "scheme": "exchange"}
-    apart = ls.plan(ls.masks.documents([S // world] * world), layout, **asked)
-    joined = ls.plan(ls.masks.causal(), layout, **asked)
-    table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-    def call(plan, seed):
-        if how == "collective":  # the only messages are those that add up the gradient of the sinks
-            return Shot(apart, group, seed, sinks=table)
-        return Shot(plan, group, seed)
-
-    def run(plan, seed):
-        shot = call(plan, seed)
-        return torch.autograd.grad(shot.out, [*shot.qkv, table], shot.dout, allow_unused=True)
-
-    with training.watch(group, patience=30.0):
-        run(apart, 1), run(joined, 2)
-        shots = [call(apart, 3), call(joined, 4)]
-        dist.barrier()
-        began = time.monotonic()
-        try:
-            if how == "collective":
-                for shot in shots[:: -1 if dist.get_rank() == 1 else 1]:
-                    torch.autograd.grad(shot.out, table, shot.dout)
-            else:
-                time.sleep(0.7 * dist.get_rank())  # by then rank 0 is two calls further
-                for plan in (joined, apart) if dist.get_rank() == 1 else (apart, joined):
-                    run(plan, 5)
-            dist.barrier()
-        except LongspanError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "none", "", time.monotonic() - began
 
 
 def summed_twice():

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import longspan as ls
 from longspan.run.walk import PlanWalk
-from longspan.training import check_same, prefetch
+from longspan.training import prefetch
 
 TOKENS, HEADS, DIM = 96, 2, 8
 
@@ -67,20 +67,3 @@ def train(steps, scheme):
     finally:
         PlanWalk.program = program
     return max(errors), [name for name in recorded if "prefetch" not in name], len(recorded)
-
-
-def messages(what):
-    """The error of a function that sends messages, and a call in the loop after it."""
-    plan = _plan(_lengths(0), "ring", dist.get_world_size())
-    x = torch.zeros(1, HEADS, int(plan.layout.num_slots(dist.get_rank())), DIM, dtype=torch.float64)
-
-    def send(_):
-        if what == "check_same":
-            return check_same({"x": x}, dist.group.WORLD)
-        return ls.attention(x, x, x, plan, group=dist.group.WORLD)
-
-    try:
-        next(prefetch([0], send))
-    except ls.BusyError as error:
-        return str(error), ls.attention(x, x, x, plan, group=dist.group.WORLD).abs().max().item()
-    return "", 0.0

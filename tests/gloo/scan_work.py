@@ -1,26 +1,22 @@
 """What ranks do in the tests of recurrences on Gloo; importable by name, as worker processes need it."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan.run.transports import observe
-from longspan.training import watch
 from tests.spread_cases import asked, distances, leaves, one_device, problem
 
 WAYS = ("plain", "checkpoint", "reentrant", "two in flight", "no_grad first", "backward twice")
 
 
-def run_cases(seeds, world, checked):
+def run_cases(seeds, world):
     """(problem, how it was run, distances from one device) of each seed on this rank; shares are summed over ranks."""
     found = []
-    with watch(dist.group.WORLD, checked=True) if checked else contextlib.nullcontext():
-        for seed in seeds:
-            p, way = problem(seed, world=world), WAYS[seed % len(WAYS)]
-            found.append((str(p), way, run_one(p, way, dist.get_rank())))
+    for seed in seeds:
+        p, way = problem(seed, world=world), WAYS[seed % len(WAYS)]
+        found.append((str(p), way, run_one(p, way, dist.get_rank())))
     return found
 
 
@@ -136,19 +132,3 @@ def layers(how):
     dist.all_reduce(total)
     dist.all_reduce(gradient)
     return total.item(), gradient.numpy()
-
-
-def slow_rank(seconds, seed):
-    """Distances where one rank takes its time, in forward and in backward, while the others wait."""
-    import time
-
-    world, rank = dist.get_world_size(), dist.get_rank()
-    p = problem(seed, form="own matrix", world=world, layout="contiguous", total=20, batch=1, documents=None)
-    own = leaves({name: p.layout.shard(t, rank, 1) for name, t in p.tokens.items()} | p.shared)
-    if rank == 0:
-        time.sleep(seconds)
-    out = asked(p, own, plan=p.plan(), group=dist.group.WORLD)
-    if rank == world - 1:
-        time.sleep(seconds)
-    out.backward(p.layout.shard(p.dout, rank, 1))
-    return _distances({"out": out.detach()} | {n: t.grad for n, t in own.items()}, one_device(p), p, rank)

@@ -408,13 +408,3 @@ def test_rows_that_a_plan_keeps_are_kept_in_compiled_code():
         assert worst < compiled_work.LIMIT
         assert made == 1
         assert received < again  # of backward alone: keys and values did not come a second time
-
-
-def test_a_refusal_in_compiled_code_reaches_other_ranks():
-    (kind, text, _), (other, said, seconds) = pool(2).run(compiled_work.refused_in_compiled_code)
-    assert kind == "PlanError"
-    assert "q must have shape" in text
-    assert other == "RankError"
-    assert "rank 0 refused call 2: PlanError: q must have shape" in said
-    assert seconds < 20.0  # rank 0 compiles again before it refuses
-    pool(2).end()

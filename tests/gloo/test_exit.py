@@ -20,7 +20,6 @@ AT_ONCE, LIMIT = 3, 240
 JOBS = {
     ("success", "destroy"): set(),
     ("success", "keep"): set(),
-    ("watch", "destroy"): set(),
     ("lock", "destroy"): set(),
     ("exit 0", "keep"): set(),
     ("exit 3", "keep"): {3},

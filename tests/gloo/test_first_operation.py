@@ -1,9 +1,12 @@
 """Groups whose first operation waits for all ranks, as NCCL's does, and plans that leave ranks without one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from longspan.run import group as trust_group
+from longspan.run import agreement
+from longspan.run import group as groups
 from tests.gloo import lazy_group
 from tests.pool import pool
 
@@ -43,9 +46,9 @@ def test_gloo_groups_make_no_such_operation():
     ],
 )
 def test_groups_whose_first_operation_waits(config, device, waits, monkeypatch):
-    monkeypatch.setattr(trust_group.dist, "get_backend_config", lambda group: config)
-    assert trust_group.first_waits(_Group(2), torch.device(device)) is waits
-    assert not trust_group.first_waits(_Group(1), torch.device(device)), "alone there is nobody to wait for"
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: config)
+    assert groups.first_waits(_Group(2), torch.device(device)) is waits
+    assert not groups.first_waits(_Group(1), torch.device(device)), "alone there is nobody to wait for"
 
 
 class _Group:
@@ -67,29 +70,23 @@ class _Group:
     ],
 )
 def test_messages_go_by_a_device_with_an_index(config, wanted, bound, found, monkeypatch):
-    monkeypatch.setattr(trust_group.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
     group = _Group(2)
     group.bound_device_id = bound and torch.device(bound)
-    assert trust_group.message_device(group, wanted and torch.device(wanted)) == torch.device(found)
+    assert groups.message_device(group, wanted and torch.device(wanted)) == torch.device(found)
 
 
-@pytest.mark.parametrize(("device", "way"), [("cpu", "_rows_by_messages"), ("cuda:3", "_rows_by_store")])
+@pytest.mark.parametrize(("device", "way"), [("cpu", "messages"), ("cuda:3", "store")])
 def test_no_device_takes_part_when_ranks_compare(device, way, monkeypatch):
     """So a rank with tensors of another device is named and not waited for, and no host waits for its device."""
-    ways = []
-    running = trust_group.Running(_Members(), _Call(), 1, None)
-    monkeypatch.setattr(trust_group, "message_device", lambda group, wanted: torch.device(device))
-    for name in ("_rows_by_messages", "_rows_by_store", "meet"):
-        monkeypatch.setattr(trust_group.Running, name, lambda *_, name=name: ways.append(name))
-    running.rows(b"row")
-    assert ways == [way]
-
-
-class _Members:
-    group = None
-
-
-class _Call:
-    device = torch.device("cpu")
+    members = groups.Members(group := _Group(2))
+    members.store = SimpleNamespace(gather=lambda row: [row, b"store"])
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(groups, "message_device", lambda group, wanted: torch.device(device))
+    monkeypatch.setattr(agreement, "gather_by_messages", lambda row, group: [row, b"messages"])
+    assert members.gather(b"row", torch.device(device)) == [b"row", way.encode()]
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: "cpu:fake,cuda:fake")
+    assert members.gather(b"row", torch.device(device)) == [b"row"], "ranks that do not exist"
+    assert group.size() == 2

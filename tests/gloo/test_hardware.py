@@ -44,8 +44,8 @@ def test_unknown_devices_are_noted_once_by_one_rank():
 
 
 def test_on_cpus_a_group_changes_nothing():
-    for is_same, name, is_assumed, calls in pool(WORLD).run(hardware_work.on_cpus, timeout=60):
-        assert (is_same, name, is_assumed, calls) == (True, "h100", True, 0)
+    for is_same, name, is_assumed, exchanged in pool(WORLD).run(hardware_work.on_cpus, timeout=60):
+        assert (is_same, name, is_assumed, exchanged) == (True, "h100", True, False)
 
 
 def test_what_is_no_group_is_refused():

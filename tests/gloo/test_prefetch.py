@@ -1,4 +1,4 @@
-"""Batches that a thread prepares while a step runs: new documents in every step, and no messages from the thread."""
+"""Batches that a thread prepares while a step runs: new documents in every step."""
 
 import pytest
 
@@ -15,11 +15,3 @@ def test_every_step_has_other_documents_and_is_exact(scheme):
         assert error <= 1e-12
         assert not in_loop  # the thread recorded every program
         assert num_recorded == 2 * steps
-
-
-@pytest.mark.parametrize("world", [1, 2])  # a program for one rank must not fail on two
-@pytest.mark.parametrize("what", ["attention", "check_same"])
-def test_messages_from_the_thread_are_refused_and_the_group_stays_usable(what, world):
-    for text, largest in pool(world).run(work.messages, what):
-        assert "prefetch must not send messages" in text
-        assert largest == 0.0

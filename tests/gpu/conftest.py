@@ -24,7 +24,7 @@ from tests.gpu.page import show
 from tests.gpu.session import LostRanksError, Session, select
 from tests.gpu.site import Site
 
-SECTIONS = ("operators", "exact", "long", "training", "memory", "time", "host", "faults")
+SECTIONS = ("operators", "exact", "long", "training", "memory", "time", "host")
 SITE, SESSION = pytest.StashKey[Site](), pytest.StashKey[Session]()
 
 

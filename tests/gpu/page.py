@@ -34,7 +34,6 @@ WORST = {
     "memory": ("used", "of the memory that was allowed"),
     "time": ("times", "the predicted time"),
     "host": ("times", "of the device's time"),
-    "faults": ("times", "of the promised time"),
 }  # fmt: skip
 """By section: the figure in which lines are compared with each other, and what it is a multiple of."""
 

@@ -38,15 +38,13 @@ def launched():
     """This process as torchrun would have started it; accelerate keeps its state in globals, which end here, too."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from longspan.run.group import Safety, use_safety
-
     world, rank = dist.get_world_size(), dist.get_rank()
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     if world > 1:
         values = (str(rank), str(rank), str(world), str(world), "127.0.0.1", "29500")
         os.environ.update(zip(RANK_VARIABLES, values, strict=True))
     try:
-        with warnings.catch_warnings(), use_safety(Safety(patience=60)):  # ranks of tests share few cores
+        with warnings.catch_warnings():
             warnings.simplefilter("error")
             # Of other packages; none has to do with what is computed.
             warnings.filterwarnings("ignore", category=DeprecationWarning)

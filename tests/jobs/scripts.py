@@ -136,16 +136,6 @@ ENDINGS = {
         "    mine = [layout.shard(x[:, :, :length].detach(), rank, dim=2).requires_grad_() for x in whole]\n    step()",
         gloo=OURS,
     ),
-    "watched": Ending(
-        "import longspan.training\nwith longspan.training.watch(group) as watching:\n"
-        "    for number in range(3):\n        watching.step(number)\n        step()",
-        gloo=OURS,
-    ),
-    "watched and checked, destroyed": Ending(
-        "import longspan.training\nwith longspan.training.watch(group, checked=True) as watching:\n    step()\n"
-        "dist.destroy_process_group()",
-        gloo=OURS,
-    ),
     "compiled": Ending(
         'compiled = torch.compile(lambda: ls.attention(*mine, plan, group=group), backend="eager")\n'
         "compiled().sum().backward()\ndist.destroy_process_group()",
@@ -180,15 +170,6 @@ ENDINGS = {
         f"out = forward()\nif rank == 0:\n    {RAISE}\nout.square().sum().backward()\nstep()", (None, 1)
     ),
     "error between forward and backward on all ranks": Ending(f"out = forward()\n{RAISE}", (None, 1)),
-    "error while watched": Ending(
-        "import longspan.training\nwith longspan.training.watch(group):\n    step()\n"
-        f"    if rank == 0:\n        {RAISE}\n    step()",
-        (None, 1),
-        gloo=OURS,
-    ),
-    "error on all ranks while watched": Ending(
-        f"import longspan.training\nwith longspan.training.watch(group):\n    step()\n    {RAISE}", (None, 1), gloo=OURS
-    ),
     # -- errors that are caught ----------------------------------------------------------------------------------------
     "caught on all ranks": Ending(
         FAILING_SCORE.replace("WHERE", '"all"') + "try:\n    step(score_mod=failing)\nexcept ValueError:\n"
@@ -236,9 +217,6 @@ ENDINGS = {
     "sys.exit(0)": Ending("sys.exit(0)"),
     "sys.exit(0), destroyed": Ending("dist.destroy_process_group()\nsys.exit(0)"),
     "sys.exit(0) on the first rank": Ending("if rank == 0:\n    sys.exit(0)\ntime.sleep(1)"),
-    "sys.exit(0) while watched": Ending(
-        "import longspan.training\nwith longspan.training.watch(group):\n    step()\n    sys.exit(0)", gloo=OURS
-    ),
     "sys.exit(3) on all ranks": Ending("sys.exit(3)", (None, 3)),
     "sys.exit(3) on the first rank, others sleep": Ending("if rank == 0:\n    sys.exit(3)\ntime.sleep(20)", (0, 3)),
     "sys.exit(3) on the first rank, others wait": Ending("if rank == 0:\n    sys.exit(3)\nstep()", (0, 3)),

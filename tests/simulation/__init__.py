@@ -1,1 +1,1 @@
-"""No processes: the real runner on a virtual network, the failure detector in a simulated world."""
+"""No processes: the real runner on a virtual network and on simulated GPUs."""

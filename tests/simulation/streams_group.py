@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from longspan.run import transports
-from longspan.run.group import Call, Running, Safety
+from longspan.run.group import Call
 from tests.simulation.streams import Batch
 
 
@@ -91,9 +91,6 @@ def simulated(nccl):
 
 def run(simulation, rank, program, plan, direction, number=1):
     """What the program returns, over the shipped transport."""
-    size, steps = plan.layout.world_size, plan.steps(rank, direction)
-    group = Group(rank, size)
-    members = SimpleNamespace(group=group, rank=rank, size=size, training_step=0)
-    dtype = getattr(torch, plan.dtype)
-    call = Call(plan.fingerprint, direction, len(steps), dtype, torch.device("meta"), Safety(checked=False, patience=0))
-    return transports.ProcessGroup(Running(members, call, number, None)).run(program)
+    group = Group(rank, plan.layout.world_size)
+    call = Call(plan.fingerprint, direction, torch.device("meta"))
+    return transports.ProcessGroup(group, call, number).run(program)

@@ -85,7 +85,7 @@ def in_wait_due(old, new):
     return ((transports.ProcessGroup, "_wait_due", old, new),)
 
 
-WAIT, SEND, START = "self.running.wait(works)", "exchange = program.send(arrived)", "self._start(exchange)"
+WAIT, SEND, START = "wait_all(works)", "exchange = program.send(arrived)", "self._start(exchange)"
 ON_SIDE = "with dist.simulation.on(dist.simulation.gpu.side): "
 EACH = "for n in sorted(lists)"
 LET_GO = START + "; exchange.sends.clear()"
@@ -121,15 +121,15 @@ class EarlyEvent(SimulatedNccl):
 
 MISTAKES = {
     "no wait before messages are unpacked": Mistake("wrong", in_run(WAIT, "pass")),
-    "no wait in backward": Mistake("wrong", in_run(WAIT, f"self.running.call.direction == 'backward' or {WAIT}")),
-    "no wait in forward": Mistake("wrong", in_run(WAIT, f"self.running.call.direction == 'forward' or {WAIT}")),
+    "no wait in backward": Mistake("wrong", in_run(WAIT, f"self.call.direction == 'backward' or {WAIT}")),
+    "no wait in forward": Mistake("wrong", in_run(WAIT, f"self.call.direction == 'forward' or {WAIT}")),
     "no wait in the first step": Mistake("wrong", in_run(WAIT, f"exchange.step == 0 or {WAIT}")),
     "a wait for the step before": Mistake(
-        "wrong", in_run(WAIT, "self.running.wait(getattr(self, 'last', [])); self.last = works")
+        "wrong", in_run(WAIT, "wait_all(getattr(self, 'last', [])); self.last = works")
     ),
     "a wait on a stream that is not the current one": Mistake("wrong", in_run(WAIT, ON_SIDE + WAIT)),
     "a wait for the first of several works": Mistake(
-        "wrong", in_run(WAIT, "self.running.wait(works[:1])"), schemes=MANY, set={"MAX_BATCH": 2}
+        "wrong", in_run(WAIT, "wait_all(works[:1])"), schemes=MANY, set={"MAX_BATCH": 2}
     ),
     "no wait for messages that started early": Mistake("wrong", in_wait_due(WAIT, "pass"), schemes=EARLY),
     "a wait for early messages a step too late": Mistake(
@@ -186,7 +186,10 @@ MISTAKES = {
     ),
     "messages begin one by one": Mistake(
         DeadlockError,
-        in_start("for pair in _start_batch(lists[n])", "for op in lists[n] for pair in _start_batch([op])"),
+        in_start(
+            "for work in dist.batch_isend_irecv(lists[n])",
+            "for op in lists[n] for work in dist.batch_isend_irecv([op])",
+        ),
     ),
     "the host looks at a message": Mistake(
         HostWaitError, in_run(WAIT, WAIT + "; [b.max().item() for b in buffers.values()]")

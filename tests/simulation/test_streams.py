@@ -65,10 +65,9 @@ RIGHT = {
     "messages that are not recorded, but held until they are over": Mistake("", (NOT_HELD,), records=False),
     "messages that are let go early, but recorded": Mistake("", (*in_run(START, LET_GO), NOT_HELD)),
     "messages that are let go early, but held by their buffers": Mistake("", in_run(START, LET_GO), records=False),
-    "a second wait": Mistake("", in_run("self.running.wait(works)", "self.running.wait(works * 2)")),
+    "a second wait": Mistake("", in_run("wait_all(works)", "wait_all(works * 2)")),
     "receives before sends": Mistake(
-        "", in_start("[pair for n in sorted(lists) for pair in _start_batch(lists[n])]",
-                     "[pair for n in sorted(lists) for pair in _start_batch(lists[n][::-1])]")
+        "", in_start("dist.batch_isend_irecv(lists[n])", "dist.batch_isend_irecv(lists[n][::-1])")
     ),
 }  # fmt: skip
 

@@ -237,10 +237,10 @@ def test_names_of_lines_are_unique_and_sections_whole(lines, device):
 
 def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
     names = lines("cuda:0")
-    assert len(names) == 91
+    assert len(names) == 82
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
-    assert {"exact.group.nccl", "exact.group.mixed", "faults.kill.nccl", "faults.kill.gloo"} <= set(names)
+    assert {"exact.group.nccl", "exact.group.mixed"} <= set(names)
     with_lines = {name.split(".")[1] for name in names if name.startswith("operators.")}
     assert with_lines == set(kernels._KERNELS) - {"cpu_flash"}
     assert {f"long.{name}" for name in ("fa3", "fa4", "cudnn_varlen", "varlen", "varlen.FA3", "varlen.FA4")} <= set(
@@ -251,14 +251,10 @@ def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(line
 
 def test_lines_are_chosen_by_name_or_beginning(lines):
     assert lines("cpu", "--quick", "--only", "exact.ring") == ["exact.ring"]
-    assert lines("cpu", "--quick", "--only", "faults") == ["faults.kill.gloo"]
-    assert lines("cpu", "--quick", "--only", "faults.late.gloo") == ["faults.late.gloo"]
-    faults = lines("cpu", "--only", "faults, host.waits")
-    kinds = (f"faults.{fault}.gloo" for fault in ("kill", "stop", "raise", "late"))
-    assert faults == ["host.waits", *kinds, "faults.two_hosts"]
+    assert lines("cpu", "--only", "host.waits") == ["host.waits"]
     for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
-        with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, faults"):
-            select({"exact.ring": False, "faults": False}, unknown, quick=False)
+        with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, host"):
+            select({"exact.ring": False, "host": False}, unknown, quick=False)
 
 
 def test_new_batches_differ_however_short():

@@ -10,7 +10,6 @@ import torch
 import longspan as ls
 from longspan.kernels import kernel_named
 from longspan.masks.plane import Plane
-from longspan.run.group import Safety
 from longspan.run.ops import create_record
 from longspan.run.walk import Job
 
@@ -43,9 +42,9 @@ def test_a_repeated_plan_compares_what_it_has(monkeypatch):
         mask, ls.layouts.contiguous(128, 4), q_heads=4, kv_heads=2, head_dim=8, dtype="float32", scheme="exchange"
     )
     job = Job(plan, 0, kernel_named("reference"), 0.1, torch.float32, None, None)
-    record = create_record(job, torch.device("cpu"), True, "", Safety())
+    record = create_record(job, torch.device("cpu"), True, "")
     monkeypatch.setattr(Plane, "key", lambda self: pytest.fail("worked out anew"))
-    assert create_record(job, torch.device("cpu"), True, "", Safety()) is record
+    assert create_record(job, torch.device("cpu"), True, "") is record
 
 
 def test_a_function_that_reads_other_data_has_another_fingerprint():

@@ -9,7 +9,6 @@ from longspan.errors import AgreementError
 from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import implementation
 from longspan.run.agreement import compare
-from longspan.run.group import Safety
 from longspan.run.ops import create_record
 from longspan.run.walk import Job
 
@@ -18,7 +17,7 @@ def record(device, kernel="varlen"):
     layout = ls.layouts.contiguous(8, 2)
     plan = ls.plan(ls.masks.causal(), layout, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", scheme="ring")
     job = Job(plan, 0, kernel_named(kernel), 1.0, torch.bfloat16)
-    return create_record(job, torch.device(device), None, "", Safety())
+    return create_record(job, torch.device(device), None, "")
 
 
 @pytest.mark.parametrize(("kernel", "differs"), [("varlen", True), ("flash", True), ("efficient", False)])

@@ -14,7 +14,6 @@ import longspan as ls
 from longspan.device_tables import keep_recent
 from longspan.mixers import convolution, scan_kernels, scan_reference, scan_run, scans
 from longspan.run import walk
-from longspan.run.group import PREFETCHING
 from longspan.run.walk import PlanWalk
 from longspan.training import prefetch
 
@@ -303,7 +302,6 @@ def test_batches_come_in_order_and_one_ahead():
             time.sleep(0.001)
         assert begun == list(range(min(len(seen) + 1, 5)))  # the next one, and no more
     assert seen == [0, 10, 20, 30, 40]
-    assert not PREFETCHING
     assert list(prefetch([], prepare)) == []
 
 
@@ -324,7 +322,6 @@ def test_an_exception_comes_where_its_batch_would(where):
     assert [next(loop), next(loop)] == [0, 1]
     with pytest.raises(ValueError, match="batch 2"):
         next(loop)
-    assert not PREFETCHING
 
 
 def test_an_error_of_prepare_comes_where_its_batch_would():
@@ -341,7 +338,6 @@ def test_leaving_the_loop_ends_the_thread():
             break
     del batch
     assert threading.active_count() == num_threads
-    assert not PREFETCHING
 
 
 @pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)])

@@ -30,7 +30,6 @@ from longspan.planning.machine import Machine, steps_work, tile_work
 from longspan.planning.plan import Plan
 from longspan.planning.simulator import simulate
 from longspan.planning.steps import Schedule, Sizes
-from longspan.run.transports import observe
 from longspan.tile import Tile
 
 # -- Kernels, copies and links -----------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any
 
 def profile_slices(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
     """Return the slices of one repetition on all ranks, on the clock of rank 0, beginning at 0."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, observe(marks=True):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         anchor = time.perf_counter_ns()  # the same moment on both clocks
         with record_function(_ANCHOR):
             pass

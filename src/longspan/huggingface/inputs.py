@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longspan.errors import refuse_old_names
 from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, is_between, read_batch
@@ -31,7 +30,6 @@ from longspan.validate import Group
 __all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
 
 
-@refuse_old_names(schedule="scheme")
 def shard_inputs(
     model: nn.Module,
     batch: Mapping[str, Any],

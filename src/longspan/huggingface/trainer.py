@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from longspan import huggingface
-from longspan.errors import refuse_old_names
 from longspan.huggingface.accelerate import (
     WHOLE,
     PartsAccelerator,
@@ -451,7 +450,6 @@ class ContextParallelTrainer(TrlMethods, _Base):
         if check_bases(cls, ContextParallelTrainer):
             huggingface.register()  # models are loaded with this attention before there is a trainer
 
-    @refuse_old_names(schedule="scheme")
     def __init__(
         self,
         *args: Any,

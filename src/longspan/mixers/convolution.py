@@ -22,17 +22,15 @@ from longspan.mixers.operators import OperatorCall, number_documents, run_operat
 from longspan.planning.conv_plan import ConvPlan, build_conv_plan
 from longspan.planning.steps import Sizes
 from longspan.run import ops
+from longspan.run.group import Call
 from longspan.run.halo import HaloBackward, HaloForward, HaloTask
 from longspan.run.ops import (
     clone_if_aliased,
     context_of,
-    create_call,
     create_record,
     create_ticket,
     rank_and_size,
-    report_errors_in,
     run_program,
-    safety_settings,
 )
 from longspan.run.walk import build_once
 from longspan.validate import as_autocast, check_derivatives, check_plain_numbers, check_sharding
@@ -222,23 +220,21 @@ def run_forward(
     x: Tensor, handle: Tensor, group: str, num_rows: int, saves: bool, name: str, form: int
 ) -> tuple[Tensor, Tensor]:
     """Return the rank's rows with halos, and the ticket of this pass; `saves` tells that a backward may follow."""
-    with report_errors_in(group):
-        assert form == FORM, "compiled code of another version"
-        plan, place = lookup_value(int(handle)), rank_and_size(group)
-        if not isinstance(plan, ConvPlan):
-            raise PlanError(
-                "the plan of this convolution is gone: compiled code has its handle, but no reference to it is left."
-                " Keep a reference to it as long as the call runs."
-            )
-        check_rows(plan, x, place)
-        task = HaloTask(plan, 0 if place is None else place[0], x.dtype)
-        settings = safety_settings(group)
-        record = create_record(task, x.device, False if saves else None, name, settings) if group else None
-        call = create_call(task, "forward", x.device, settings, record=record, name=name)
-        rows, number = run_program(HaloForward(task, x).program(), group, call)
-        assert rows.shape[1] == num_rows, "compiled code of another plan"
-        ticket = create_ticket(HaloPass(task, group, number, name))
-        return clone_if_aliased((rows.contiguous(),), (x,))[0], ticket
+    assert form == FORM, "compiled code of another version"
+    plan, place = lookup_value(int(handle)), rank_and_size(group)
+    if not isinstance(plan, ConvPlan):
+        raise PlanError(
+            "the plan of this convolution is gone: compiled code has its handle, but no reference to it is left."
+            " Keep a reference to it as long as the call runs."
+        )
+    check_rows(plan, x, place)
+    task = HaloTask(plan, 0 if place is None else place[0], x.dtype)
+    record = create_record(task, x.device, False if saves else None, name) if group else None
+    call = Call(plan.fingerprint, "forward", x.device, record, name)
+    rows, number = run_program(HaloForward(task, x).program(), group, call)
+    assert rows.shape[1] == num_rows, "compiled code of another plan"
+    ticket = create_ticket(HaloPass(task, group, number, name))
+    return clone_if_aliased((rows.contiguous(),), (x,))[0], ticket
 
 
 def _fake_forward(
@@ -251,13 +247,11 @@ def _fake_forward(
 def run_backward(drows: Tensor, ticket: Tensor, num_slots: int) -> Tensor:
     """Return the gradient of the rank's `num_slots` rows."""
     forward = context_of(ticket, HaloPass)
-    with report_errors_in(forward.group):
-        task = forward.task
-        settings = safety_settings(forward.group, backward=True)
-        call = create_call(task, "backward", drows.device, settings, name=forward.name, forward=forward.number)
-        dx, _ = run_program(HaloBackward(task, drows).program(), forward.group, call)
-        assert dx.shape[1] == num_slots, "compiled code of another plan"
-        return clone_if_aliased((dx.contiguous(),), (drows,))[0]
+    task = forward.task
+    call = Call(task.plan.fingerprint, "backward", drows.device, name=forward.name, forward=forward.number)
+    dx, _ = run_program(HaloBackward(task, drows).program(), forward.group, call)
+    assert dx.shape[1] == num_slots, "compiled code of another plan"
+    return clone_if_aliased((dx.contiguous(),), (drows,))[0]
 
 
 def _fake_backward(drows: Tensor, _ticket: Tensor, num_slots: int) -> Tensor:

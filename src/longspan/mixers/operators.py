@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from longspan.errors import PlanError, in_context
 from longspan.layouts import Layout
 from longspan.masks.document_rows import document_rows
-from longspan.run.group import report_errors
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import Ints, truncated_repr
 from longspan.validate import check_planned_group, group_of
@@ -64,9 +62,7 @@ def run_operator(
             parts.append(f"on rank {group.rank()} of {group.size()}")
         return f"The call: {', '.join(parts)}."
 
-    # Other ranks, which may wait in the same call, learn of an error here.
-    broadcast_errors = report_errors(group) if isinstance(group, dist.ProcessGroup) else nullcontext()
-    with in_context(describe), broadcast_errors:
+    with in_context(describe):
         if not isinstance(call.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(f"name must be a str, the same on every rank, but got {truncated_repr(call.name)}.")
         if layout is None or not isinstance(group, SimulatedRank):

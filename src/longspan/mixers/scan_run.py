@@ -14,7 +14,7 @@ has the second gradient ready when autograd continues.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -291,8 +291,6 @@ class RankScan:
     rank: int
     local: LocalSegments
     carry: Carrier
-    broadcast_errors: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context in which an error of backward is sent to the other ranks, which wait for this one."""
 
     def forward(self, maps: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor], int]:
         """Return the states that enter, the maps that backward needs, and the call's number, from (M, U) of left
@@ -446,10 +444,9 @@ class Tail(torch.autograd.Function):
         scan: ScanContext = ctx.scan
         _, *saved = ctx.saved_tensors
         kept, scan.saved.unpacked = saved[: ctx.num_kept], saved[ctx.num_kept :]
-        with scan.ranks.broadcast_errors():
-            with scan.saved.keeping():
-                (gradients,) = torch.autograd.grad(scan.out, scan.entering, dout, retain_graph=True, allow_unused=True)
-            if gradients is None:  # an output that does not depend on states
-                gradients = dout.new_zeros(scan.shape, dtype=getattr(torch, scan.ranks.plan.dtype))
-            leaving = scan.ranks.backward(gradients, kept, scan.number)
+        with scan.saved.keeping():
+            (gradients,) = torch.autograd.grad(scan.out, scan.entering, dout, retain_graph=True, allow_unused=True)
+        if gradients is None:  # an output that does not depend on states
+            gradients = dout.new_zeros(scan.shape, dtype=getattr(torch, scan.ranks.plan.dtype))
+        leaving = scan.ranks.backward(gradients, kept, scan.number)
         return None, None, dout, leaving, *(None for _ in ctx.needs_input_grad[4:])

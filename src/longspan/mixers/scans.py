@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +20,7 @@ from longspan.planning.scan_plan import ScanPlan
 from longspan.planning.scan_steps import StateSizes
 from longspan.run.agreement import SCAN, WIDTH, Record
 from longspan.run.group import Call
-from longspan.run.ops import rank_and_size, report_errors_in, run_program, safety_settings
+from longspan.run.ops import rank_and_size, run_program
 from longspan.run.program import memory_for
 from longspan.run.relayout import Relayout, moves
 from longspan.run.transports import Loopback, Program
@@ -179,27 +177,24 @@ def _run(
         t is not None and t.requires_grad for t in (*tokens, *shared, *recurrence.captured)
     )
     if not group:  # one rank, whose spans may be out of order
-        return spread(kernel, work, RankScan(plan, rank, local, _run_loopback, nullcontext), learns=needs_grad)
+        return spread(kernel, work, RankScan(plan, rank, local, _run_loopback), learns=needs_grad)
 
     def carry(program: Program[list[Tensor]], direction: str, number: int) -> tuple[list[Tensor], int]:
         """Run a rank's program over the group: one call in each direction."""
-        device, backward = tokens[0].device, direction == "backward"
-        safety = safety_settings(group, backward=backward)
-        record = None
-        if not backward:
+        device, record = tokens[0].device, None
+        if direction == "forward":
             sizes = plan.sizes
             states = f"{sizes.heads} x {sizes.keys} x {sizes.values}, {map_name(sizes)}, batch {sizes.batch}"
             record = Record(
                 VERSION, str(torch.__version__), plan.fingerprint[: WIDTH - 1], plan.chains.documents[:16],
                 plan.layout.fingerprint[:16], states, plan.dtype, device.type, "none", f"{SCAN}{plan.scheme}",
                 *_describe_options(recurrence, kernel.name), "none", "share" if needs_grad else "not wanted",
-                str(safety.checked), repr(call.name) if call.name else "none",
+                repr(call.name) if call.name else "none",
             )  # fmt: skip
-        dtype, steps = getattr(torch, plan.dtype), plan.draft.num_steps
-        group_call = Call(plan.fingerprint, direction, steps, dtype, device, safety, record, call.name, number)
+        group_call = Call(plan.fingerprint, direction, device, record, call.name, number)
         return run_program(program, group, group_call)
 
-    ranks = RankScan(plan, rank, local, carry, partial(report_errors_in, group))
+    ranks = RankScan(plan, rank, local, carry)
     if plan.source is None:
         return spread(kernel, work, ranks, learns=needs_grad)
     carry(_no_messages(), "forward", 0)  # ranks agree before tokens move

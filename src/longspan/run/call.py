@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from longspan.masks import Mask
 from longspan.masks.convert import advice, mask_of
 from longspan.planning.plan import Plan
 from longspan.run import ops
-from longspan.run.group import report_errors
 from longspan.run.simulated import SimulatedRank
 from longspan.scoring.biases import Extras as Extras
 from longspan.scoring.biases import check_sinks
@@ -187,28 +185,15 @@ def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request, group: str, 
 def call_context(
     name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any
 ) -> AbstractContextManager[None]:
-    """Return the context of a public call: errors name the call, and other ranks, which may be waiting in the same
-    call, are notified if this one raises before anything was sent."""
+    """Return the context of a public call: errors name the call."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    if group is None and not isinstance(tensors[0], DTensor):
-        return in_context(lambda: _describe_call(name, tensors, plan_or_mask, None))
-    return _call_context(name, tensors, plan_or_mask, group)
+    return in_context(lambda: _describe_call(name, tensors, plan_or_mask, group))
 
 
-@contextmanager
-def _call_context(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> Iterator[None]:
-    if group is None and isinstance(tensors[0], DTensor):
-        group = tensors[0].device_mesh
-    group = group_of(group)
-    members = group if isinstance(group, dist.ProcessGroup) else None
-    notify = nullcontext() if members is None else report_errors(members)
-    with in_context(lambda: _describe_call(name, tensors, plan_or_mask, members)), notify:
-        yield
-
-
-def _describe_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: dist.ProcessGroup | None) -> str:
+def _describe_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> str:
     """Describe the call for error messages."""
+    group = group_of(tensors[0].device_mesh if group is None and isinstance(tensors[0], DTensor) else group)
     shapes = [
         f"{letter} {tuple(tensor.shape)}"
         for letter, tensor in zip("qkv", tensors, strict=True)
@@ -220,7 +205,7 @@ def _describe_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, 
         parts.append(f"by {plan_or_mask.scheme.name} of {truncated_repr(plan_or_mask.mask, 120)} over {over}")
     elif isinstance(plan_or_mask, Mask):
         parts.append(f"under {truncated_repr(plan_or_mask, 120)}")
-    if group is not None:
+    if isinstance(group, dist.ProcessGroup):
         parts.append(f"on rank {group.rank()} of {group.size()}")
     return f"The call: {', '.join(parts)}."
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from longspan.errors import PlanError
 from longspan.kernels.cuda_flash import implementation
 from longspan.planning.machine import GPUS, Machine, assumed_machine, machine_of, on_hosts
-from longspan.run.group import Call, Members, backends_of, members_of, message_device, safety
+from longspan.run.group import Members, backends_of, members_of
 from longspan.run.simulated import SimulatedRank
 from longspan.validate import check_axes, describe_group, group_of, init_hint
 
 _log = logging.getLogger("longspan")
-_NAME = "devices"
 _WIDTHS = (64, 96, 16)
 """Bytes of a host, a device and a kernel in a row."""
 
@@ -41,8 +40,6 @@ def machine_of_group(group: Any, *, functions: bool) -> tuple[Machine, bool]:
     if not torch.cuda.is_available() or backends_of(str(dist.get_backend_config(group))).get("cuda") != "nccl":
         return assumed
     members = members_of(group)
-    if message_device(group).type != "cpu" and members.store is None:
-        return assumed  # ranks cannot exchange anything without the device
     if not members.machines:
         members.machines.update(_find_machines(group, members))
     return members.machines[functions]
@@ -52,18 +49,15 @@ def _find_machines(group: dist.ProcessGroup, members: Members) -> dict[bool, tup
     """Return the machine for masks without and with functions, and whether its speed is assumed."""
     texts = _host(), torch.cuda.get_device_name(group.bound_device_id), implementation()
     row = b"".join(text.encode()[:width].ljust(width) for text, width in zip(texts, _WIDTHS, strict=True))
-    settings = members.settings = safety(members.settings)
-    digest = hashlib.sha256(_NAME.encode()).hexdigest()
-    with members.call(Call(digest, "forward", 1, torch.uint8, torch.device("cpu"), settings, name=_NAME)) as running:
-        rows = running.rows(row)
-    rows = rows if len(rows) == members.size else rows * members.size  # a single row if all are equal
+    rows = members.gather(row, torch.device("cpu"))
+    rows = rows if len(rows) == group.size() else rows * group.size()  # a single row if all are equal
     host_width, gpu_width, _ = _WIDTHS
     hosts = [row[:host_width] for row in rows]
     gpus, kernels = (
         {row[part].decode(errors="replace").strip() for row in rows}
         for part in (slice(host_width, host_width + gpu_width), slice(host_width + gpu_width, None))
     )
-    if members.rank == 0 and not gpus <= GPUS.keys():
+    if group.rank() == 0 and not gpus <= GPUS.keys():
         _log.warning(
             "scheme='auto' compares schemes by the speed of H100s: Longspan has no figures for %s. Pass machine=, one"
             " of longspan.planning.MACHINES, or a machine that `longspan calibrate` has measured.",

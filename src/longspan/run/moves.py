@@ -72,7 +72,10 @@ class Memory:
         if buffer.inside is not None:
             assert buffer.dtype is not None
             if buffer.first is not None:
-                message = self.typed_message(buffer.inside, buffer.dtype)
+                views = self._typed.setdefault(buffer.inside.number, {})
+                message = views.get(buffer.dtype)
+                if message is None:
+                    message = views[buffer.dtype] = self.get(buffer.inside).view(buffer.dtype)
                 tensor = message.as_strided(buffer.shape, buffer.strides, message.storage_offset() + buffer.first)
             else:
                 part = self.get(buffer.inside)[buffer.offset : buffer.offset + buffer.num_bytes]
@@ -101,15 +104,6 @@ class Memory:
         for number in numbers:
             self.tensors[number] = None
             self._typed.pop(number, None)
-
-    def typed_message(self, message: Buffer, dtype: torch.dtype) -> Tensor:
-        """Return the message viewed in a dtype."""
-        views = self._typed.get(message.number)
-        if views is None:
-            views = self._typed[message.number] = {}
-        if dtype not in views:
-            views[dtype] = self.get(message).view(dtype)
-        return views[dtype]
 
 
 # -- Grouping independent operations on the same memory ----------------------------------------------------------------
@@ -337,8 +331,6 @@ class Move:
     def run(self, memory: Memory) -> None:
         if memory.table is not None and self.lines:
             return self._launch(memory, memory.table)
-        if self.fused_with is not None:
-            self.fused_with.run(memory)
         by_row, every_cut = self._on_host if memory.device.type == "cpu" else ((), self._all_cuts)
         for cuts in every_cut:
             sides: list[Tensor] = []
@@ -370,18 +362,22 @@ class Move:
     @cached_property
     def _on_host(self) -> tuple[list[tuple[Cut, Cut, Tensor]], list[tuple[Cut, ...]]]:
         """On a CPU: copies by row numbers, with their tables, and copies run by run."""
-        by_row = [lane for lane in self.lanes if self._is_quicker_by_row(lane)]
+        by_row = [lane for lane in self._all_lanes if self._is_quicker_by_row(lane)]
         if not by_row:
             return [], self._all_cuts
         tables = [
             (cut_of(*lane.places[0]), cut_of(*lane.places[1]), torch.from_numpy(tokens_of(lane.runs, 1)))
             for lane in by_row
         ]
-        return tables, [cuts for lane in self.lanes if lane not in by_row for cuts in self._cuts_of(lane)]
+        return tables, [cuts for lane in self._all_lanes if lane not in by_row for cuts in self._cuts_of(lane)]
 
     @cached_property
     def _all_cuts(self) -> list[tuple[Cut, ...]]:
-        return [cuts for lane in self.lanes for cuts in self._cuts_of(lane)]
+        return [cuts for lane in self._all_lanes for cuts in self._cuts_of(lane)]
+
+    @property
+    def _all_lanes(self) -> list[RowLane]:
+        return self.lanes if self.fused_with is None else [*self.fused_with.lanes, *self.lanes]
 
     def _is_quicker_by_row(self, lane: RowLane) -> bool:
         """Return whether on a CPU one copy by row numbers is faster than one copy per run."""

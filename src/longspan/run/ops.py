@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan import _torch
@@ -26,12 +27,12 @@ from longspan.masks import Mask
 from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
-from longspan.run.group import Call, Safety, members_of, report_errors, safety
+from longspan.run.group import Call, members_of
 from longspan.run.halo import HaloTask
 from longspan.run.passes import Backward, BackwardWalk, Forward, ForwardWalk, Saved
 from longspan.run.program import memory_for
 from longspan.run.transports import ProcessGroup, Program, run_alone
-from longspan.run.walk import Job, Task, record_once
+from longspan.run.walk import Job, record_once
 from longspan.scoring.biases import check_bias
 from longspan.scoring.pipeline import Scoring
 from longspan.scoring.recorded import Operands, bias_in, scoring_of
@@ -198,7 +199,7 @@ _records: WeakKeyDictionary[Plan, dict[tuple[str, ...], Record]] = WeakKeyDictio
 """Records of a plan, by the fields that may differ between its calls."""
 
 
-def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str, safety: Safety) -> Record:
+def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, name: str) -> Record:
     """Return the record of a call that ranks compare; `sums` is None if no gradients are needed."""
     plan = job.plan
     kernel = scale = scores = sinks = "none"
@@ -217,7 +218,7 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
     gradients = "not wanted" if sums is None else "sum" if sums else "share"
     fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
     name = repr(name) if name else "none"
-    fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, str(safety.checked), name
+    fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, name
     records = _records.setdefault(plan, {})
     record = records.get(fields)
     if record is None:
@@ -257,10 +258,6 @@ def _value_of(handle: Tensor) -> Mask | Plan:
 _NULL_CONTEXT = nullcontext()
 
 
-def report_errors_in(group: str) -> AbstractContextManager[None]:
-    return report_errors(_torch.group_named(group)) if group else _NULL_CONTEXT
-
-
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Make this device current, which NCCL and compiled kernels rely on, and disable autocast, which would round
     float32 products."""
@@ -282,26 +279,9 @@ def run_program(program: Program[Any], group: str, call: Call) -> tuple[Any, int
     with on_device(call.device):
         if not group:
             return run_alone(program), 0
-        with members_of(_torch.group_named(group)).call(call) as running:
-            return ProcessGroup(running).run(program), running.number
-
-
-_DEFAULT_SAFETY = Safety()
-
-
-def safety_settings(group: str, *, backward: bool = False) -> Safety:
-    """Return the safety settings. Read when the operator runs, because compiled code must not freeze them."""
-    if not group:
-        return _DEFAULT_SAFETY
-    members = members_of(_torch.group_named(group))
-    if not backward:
-        members.settings = safety(members.settings)
-    return members.settings or safety()
-
-
-def create_call(job: Task, direction: str, device: torch.device, safety: Safety, **more: Any) -> Call:
-    steps = job.plan.steps(job.rank, direction)
-    return Call(job.plan.fingerprint, direction, len(steps), job.dtype, device, safety, **more)
+        process_group = _torch.group_named(group)
+        number = members_of(process_group).begin(call)
+        return ProcessGroup(process_group, call, number).run(program), number
 
 
 def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -351,44 +331,42 @@ def run_forward(
     number, or in compiled code as a text with the numbers that it reads. The last `num_constants` captured tensors get
     no gradient.
     """
-    with report_errors_in(group):
-        assert form == FORM, "compiled code of another version"
-        scores = ScoreProgram(text, tuple(numbers or ()), tuple(reals or ())) if text else EMPTY_SCORE_PROGRAM
-        captured, constants = _split_constants(captured, num_constants) if num_constants else (captured, [])
-        place = rank_and_size(group) if group else None
-        plan = resolve_plan(_value_of(handle), q, k, v, place)
-        functions: Scoring | None = None
-        if text:
-            functions = scores.scoring(captured, constants, q, plan)
-        elif scoring:
-            functions = lookup_value(scoring)
-        chosen = kernel_for(plan, kernel, q, k, v, functions)
-        if needs_shared_grads and plan.chunks is not None:
-            raise PlanError(
-                f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
-                f" {plan.chunks}. Their sum over ranks depends on the number of ranks, and chunks promise the same bits"
-                f" on any number. Detach them, or plan without chunks."
-            )
-        scale = 1 / sqrt(q.shape[3]) if scale is None else scale
-        job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
-        plan.mask.refresh_captures()
-        program = Forward(job, q, k, v, captured).program(saves=needs_backward)
-        number = 0
-        if group:
-            settings = safety_settings(group)
-            record = create_record(job, q.device, reduce_shared_grads if needs_backward else None, name, settings)
-            call = create_call(job, "forward", q.device, settings, record=record, name=name)
-            (out, lse, kept), number = run_program(program, group, call)
-        else:
-            with on_device(q.device):
-                out, lse, kept = run_alone(program)
-        out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
-        saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
-        if text:
-            job = replace(job, scoring=None)
-        job = job if job.sinks is None else replace(job, sinks=None)
-        context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
-        return out, lse, create_ticket(context, saved)
+    assert form == FORM, "compiled code of another version"
+    scores = ScoreProgram(text, tuple(numbers or ()), tuple(reals or ())) if text else EMPTY_SCORE_PROGRAM
+    captured, constants = _split_constants(captured, num_constants) if num_constants else (captured, [])
+    place = rank_and_size(group) if group else None
+    plan = resolve_plan(_value_of(handle), q, k, v, place)
+    functions: Scoring | None = None
+    if text:
+        functions = scores.scoring(captured, constants, q, plan)
+    elif scoring:
+        functions = lookup_value(scoring)
+    chosen = kernel_for(plan, kernel, q, k, v, functions)
+    if needs_shared_grads and plan.chunks is not None:
+        raise PlanError(
+            f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
+            f" {plan.chunks}. Their sum over ranks depends on the number of ranks, and chunks promise the same bits"
+            f" on any number. Detach them, or plan without chunks."
+        )
+    scale = 1 / sqrt(q.shape[3]) if scale is None else scale
+    job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
+    plan.mask.refresh_captures()
+    program = Forward(job, q, k, v, captured).program(saves=needs_backward)
+    number = 0
+    if group:
+        record = create_record(job, q.device, reduce_shared_grads if needs_backward else None, name)
+        call = Call(plan.fingerprint, "forward", q.device, record, name)
+        (out, lse, kept), number = run_program(program, group, call)
+    else:
+        with on_device(q.device):
+            out, lse, kept = run_alone(program)
+    out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
+    saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
+    if text:
+        job = replace(job, scoring=None)
+    job = job if job.sinks is None else replace(job, sinks=None)
+    context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
+    return out, lse, create_ticket(context, saved)
 
 
 def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backward: bool) -> None:
@@ -453,38 +431,34 @@ def run_backward(
     forward = context_of(ticket, ForwardContext)
     captured, constants = _split_constants(captured, num_constants)
     kept = kept or forward.kept() or []
-    with report_errors_in(forward.group):
-        # Functions of masks and scores are called again: raise if they would not read what the forward read.
-        if forward.job.scoring is not None:
-            forward.job.scoring.check_unchanged()
-        if forward.reads:
-            forward.job.plan.mask.check_captures(forward.reads)
-        job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
-        if forward.scores.text:
-            job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
-        if dlse is not None and q.dtype == torch.float16:
-            # Fused kernels compute delta from an output that `Backward` makes up, which float16 may not have room for.
-            job = replace(job, kernel=kernel_named("reference"))
+    # Functions of masks and scores are called again: raise if they would not read what the forward read.
+    if forward.job.scoring is not None:
+        forward.job.scoring.check_unchanged()
+    if forward.reads:
+        forward.job.plan.mask.check_captures(forward.reads)
+    job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
+    if forward.scores.text:
+        job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
+    if dlse is not None and q.dtype == torch.float16:
+        # Fused kernels compute delta from an output that `Backward` makes up, which float16 may not have room for.
+        job = replace(job, kernel=kernel_named("reference"))
+    with on_device(q.device):
+        backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
+    if forward.group:
+        call = Call(job.plan.fingerprint, "backward", q.device, name=forward.name, forward=forward.number)
+        gradients, _ = run_program(backward.program(), forward.group, call)
+    else:
         with on_device(q.device):
-            backward = Backward(job, Saved(q, k, v, out, lse, kept, captured), dout, dlse)
-        call: Call | None = None
-        if forward.group:
-            settings = safety_settings(forward.group, backward=True)
-            call = create_call(job, "backward", q.device, settings, name=forward.name, forward=forward.number)
-            gradients, _ = run_program(backward.program(), forward.group, call)
-        else:
-            with on_device(q.device):
-                gradients = run_alone(backward.program())
-        gradients = [t.contiguous() for t in gradients] if plain else gradients
-        dq, dk, dv = clone_if_aliased(gradients, (dout, q, k, v, out, lse, *kept))
-        shared = backward.shared_gradients()
-        if forward.reduce_shared_grads and call is not None and shared:
-            flat = torch.cat([t.flatten() for t in shared])
-            with members_of(_torch.group_named(forward.group)).call(call) as running:
-                running.all_reduce(flat)
-            parts = flat.split([t.numel() for t in shared])
-            shared = [part.view(t.shape).clone() for part, t in zip(parts, shared, strict=True)]
-        return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared_tensors(captured, sinks), strict=True)]
+            gradients = run_alone(backward.program())
+    gradients = [t.contiguous() for t in gradients] if plain else gradients
+    dq, dk, dv = clone_if_aliased(gradients, (dout, q, k, v, out, lse, *kept))
+    shared = backward.shared_gradients()
+    if forward.reduce_shared_grads and forward.group and shared:
+        flat = torch.cat([t.flatten() for t in shared])
+        dist.all_reduce(flat, group=_torch.group_named(forward.group))
+        parts = flat.split([t.numel() for t in shared])
+        shared = [part.view(t.shape).clone() for part, t in zip(parts, shared, strict=True)]
+    return dq, dk, dv, [t.to(like.dtype) for t, like in zip(shared, _shared_tensors(captured, sinks), strict=True)]
 
 
 def _split_constants(captured: list[Tensor], num_constants: int) -> tuple[list[Tensor], list[Tensor]]:

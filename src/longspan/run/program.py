@@ -13,12 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspan.planning.steps import Moved
+from longspan import _torch
 from longspan.run import fused
 from longspan.run.moves import Cut, Group, Memory, Move, cut_of, group_operations, table_of
 from longspan.run.recorder import Buffer, Called, Event, Launched, Note, Rows, Taken
 from longspan.run.tables import CACHE, HostTables
-from longspan.run.transports import Exchange, Program, current_observer, mark
+from longspan.run.transports import NO_RANGE, Exchange, Program, step_range
 
 Attend = Callable[[Launched, Sequence[Tensor]], Iterator[tuple[Tensor, ...]]]
 """Starts a launch on its inputs and yields its results one by one."""
@@ -47,7 +47,6 @@ class MessageBatch:
     due: int
     sends: MessageBuffer | None
     receives: list[MessageBuffer]
-    pieces: dict[tuple[int, int], list[Moved]]
     sizes: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,9 +128,10 @@ class RankProgram:
     def run(self, memory: Memory, attend: Attend, direction: str, rank: int, *, alone: bool = False) -> Program[None]:
         """Replay on the tensors in `memory`, which holds the results afterwards. `alone`: one rank, no messages."""
         launches: dict[int, Iterator[tuple[Tensor, ...]]] = {}
+        is_profiling = _torch.is_profiling()
         for number, step in enumerate(self.steps):
             if alone:
-                with mark(direction, rank, number):
+                with step_range(direction, rank, number) if is_profiling else NO_RANGE:
                     self._do([*step.pack, *step.work], memory, attend, launches)
                 continue
             if step.pack:
@@ -145,7 +145,7 @@ class RankProgram:
                 into: dict[int, Tensor] = {}
                 for messages in batch.receives:
                     into |= messages.slices(memory.get(messages.buffer))
-                started.append(Exchange(number, sends, batch.sizes, memory.device, batch.pieces, into, batch.due))
+                started.append(Exchange(number, sends, batch.sizes, memory.device, into, batch.due))
             memory.messages.release()
             exchange, into = started[0], started[0].into
             exchange.later = started[1:]
@@ -153,8 +153,8 @@ class RankProgram:
             if (last_use := self.last_use.get(id(step))) is not None:
                 memory.drop(last_use)
             del sends, started, exchange  # the transport frees messages when they are delivered
-            if step.work or current_observer() is not None:  # steps without work are marked, too
-                with mark(direction, rank, number):
+            if step.work or is_profiling:  # steps without work have a range, too
+                with step_range(direction, rank, number) if is_profiling else NO_RANGE:
                     self._do(step.work, memory, attend, launches)
             arrived = yield None
             if into:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
-from longspan.run.group import run_collective
 from longspan.spans import Ints
 
 
@@ -67,9 +66,7 @@ def _move_rows(x: Tensor, plan: Moves, group: dist.ProcessGroup, dim: int) -> Te
     shape = rows.shape[1:]
     send = rows.index_select(0, _index_like(x, plan.send_from)).contiguous()
     received = x.new_empty((len(plan.receive_to), *shape))
-    sizes = plan.num_received, plan.num_sent
-    start = lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True)  # noqa: E731
-    run_collective("all_to_all", received[:0], group, start)
+    dist.all_to_all_single(received, send, plan.num_received, plan.num_sent, group=group)
     out = x.new_zeros((plan.num_slots, *shape))
     out.index_copy_(0, _index_like(x, plan.keep_to), rows.index_select(0, _index_like(x, plan.keep_from)))
     out.index_copy_(0, _index_like(x, plan.receive_to), received)

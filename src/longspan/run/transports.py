@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan import _torch
-from longspan.planning.steps import MAX_BATCH, Moved
-from longspan.run import agreement
-from longspan.run.group import Running
+from longspan.planning.steps import MAX_BATCH
+from longspan.run.group import MAX_STEP, Call
 
-# -- Observation: count sent bytes and messages, and mark steps in the profiler. Off by default -----------------------
+# -- Observation: count sent bytes and messages. Off by default --------------------------------------------------------
 
 
 @dataclass
@@ -40,48 +39,54 @@ class Traffic:
         return sum(size for (src, _), size in self.num_bytes.items() if src == rank)
 
 
-Observer = tuple[Traffic, bool]
-"""Traffic, and whether steps are marked."""
-_observer: ContextVar[Observer | None] = ContextVar("longspan_observer", default=None)
-_all_observers: list[Observer] = []
+_observer: ContextVar[Traffic | None] = ContextVar("longspan_observer", default=None)
+_all_observers: list[Traffic] = []
 """Observers of the process, newest last, for threads that were not started by Python."""
-_NO_MARK = nullcontext()
 
 
 @contextmanager
-def observe(*, marks: bool = False) -> Iterator[Traffic]:
-    """Count messages sent inside the context; with `marks`, also mark every step in torch's profiler.
+def observe() -> Iterator[Traffic]:
+    """Count messages sent inside the context.
 
     On GPUs autograd runs backward passes on threads of its own; the newest observer counts those.
     """
-    observer = Traffic(), marks
-    token = _observer.set(observer)
-    _all_observers.append(observer)
+    traffic = Traffic()
+    token = _observer.set(traffic)
+    _all_observers.append(traffic)
     try:
-        yield observer[0]
+        yield traffic
     finally:
-        _all_observers[:] = [other for other in _all_observers if other is not observer]
+        _all_observers[:] = [other for other in _all_observers if other is not traffic]
         _observer.reset(token)
-
-
-def current_observer() -> Observer | None:
-    observer = _observer.get()
-    if observer is None and _all_observers and threading.current_thread().name.startswith("Dummy-"):
-        return _all_observers[-1]  # a thread of autograd has no context
-    return observer
 
 
 def count(src: int, dst: int, size: int) -> None:
     """Count one message if an observer is active."""
-    if (observer := current_observer()) is not None:
-        observer[0].count(src, dst, size)
+    if not _all_observers:
+        return
+    traffic = _observer.get()
+    if traffic is None and threading.current_thread().name.startswith("Dummy-"):
+        traffic = _all_observers[-1]  # a thread of autograd has no context
+    if traffic is not None:
+        traffic.count(src, dst, size)
 
 
-def mark(direction: str, rank: int, step: int) -> AbstractContextManager[object]:
-    """Return a profiler range for a step, or a null context if no observer marks steps."""
-    if not _all_observers or (observer := current_observer()) is None or not observer[1]:
-        return _NO_MARK
+# -- Ranges for profilers ----------------------------------------------------------------------------------------------
+
+
+NO_RANGE = nullcontext()
+
+
+def step_range(direction: str, rank: int, step: int) -> AbstractContextManager[object]:
+    """Return a range for `torch.profiler` in which a rank computes."""
     return torch.profiler.record_function(f"longspan {direction} rank {rank} step {step}")
+
+
+def wait_range(direction: str, rank: int, exchange: Exchange) -> AbstractContextManager[object]:
+    """Return a range for `torch.profiler` in which a rank waits for messages."""
+    sends, receives = (", ".join(map(str, peers)) or "none" for peers in (exchange.sends, exchange.into))
+    about = f"longspan {direction} rank {rank} step {exchange.step} wait, to {sends}, from {receives}"
+    return torch.profiler.record_function(about)
 
 
 # -- Buffers: message memory, reused within a call ---------------------------------------------------------------------
@@ -168,8 +173,6 @@ class Exchange:
     sends: dict[int, Tensor]
     receives: dict[int, int]
     device: torch.device
-    pieces: dict[tuple[int, int], list[Moved]] = field(default_factory=dict)
-    """The contents of each message, by source and target."""
     into: dict[int, Tensor] = field(default_factory=dict)
     """Memory for received messages, by source. A transport may use it, or memory of its own."""
     due: int = -1
@@ -245,89 +248,65 @@ def run_alone(program: Program[T]) -> T:
         return stop.value
 
 
-Started = tuple[Exchange, dict[int, Tensor], list[tuple[int, dist.Work]]]
+Started = tuple[Exchange, dict[int, Tensor], list[dist.Work]]
 """Messages, the memory that they arrive in, by source, and their works."""
 
 
 class ProcessGroup:
     """One rank per process, over `torch.distributed`. Both ends batch matching lists of operations."""
 
-    def __init__(self, running: Running) -> None:
-        self.running, self.group = running, running.members.group
-        self.checked = running.call.safety.checked
+    def __init__(self, group: dist.ProcessGroup, call: Call, number: int) -> None:
+        """`number` is that of the call over the group."""
+        self.group, self.call, self.tag = group, call, call.tag(number)
+        self.rank, self.size = group.rank(), group.size()
 
     def run(self, program: Program[T]) -> T:
         """Run this rank's program to completion."""
         arrived: dict[int, Tensor] | None = None
         flying: list[Started] = []
+        direction, is_profiling = self.call.direction, _torch.is_profiling()
         try:
             while True:
                 exchange = program.send(arrived)
                 assert exchange is not None
-                self.running.begin_step(exchange.step)
                 buffers, works = self._start(exchange)
                 if exchange.later:
                     flying += [(later, *self._start(later)) for later in exchange.later]
                 next(program)  # compute while messages are in flight
                 if flying:
                     flying = self._wait_due(flying, exchange.step)
-                self.running.wait(works)
-                arrived = self._remove_headers(exchange, buffers) if self.checked else buffers
+                with wait_range(direction, self.rank, exchange) if works and is_profiling else NO_RANGE:
+                    wait_all(works)
+                arrived = buffers
                 del exchange, buffers, works  # free messages before the next step allocates its own
         except StopIteration as stop:
             return stop.value
 
     def _wait_due(self, flying: list[Started], step: int) -> list[Started]:
         """Wait for messages of earlier steps that are due; return the others."""
-        for exchange, buffers, works in flying:
+        for exchange, _, works in flying:
             if exchange.due == step:
-                self.running.wait(works)
-                for src, message in self._remove_headers(exchange, buffers).items() if self.checked else ():
-                    exchange.into[src].copy_(message)
+                wait_all(works)
         return [started for started in flying if started[0].due != step]
 
-    def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[tuple[int, dist.Work]]]:
+    def _start(self, exchange: Exchange) -> tuple[dict[int, Tensor], list[dist.Work]]:
         buffers = exchange.into
-        if self.checked:
-            buffers = {
-                src: torch.zeros(size + agreement.HEADER_SIZE, dtype=torch.uint8, device=exchange.device)
-                for src, size in exchange.receives.items()
-            }
         if not exchange.sends and not buffers:
             return {}, []
         # Both ends put a message into the list given by its distance, so lists match (see Step.batches).
         lists: dict[int, list[dist.P2POp]] = {}
-        size, me, tag = self.group.size(), self.group.rank(), self.running.tag(exchange.step)
+        me, size, tag = self.rank, self.size, self.tag | (exchange.step & MAX_STEP)
         for peer, message in exchange.sends.items():
             count(me, peer, message.numel())
-            if self.checked:
-                message = agreement.add_header(self._header(exchange, me, peer, message.numel()), message)
             op = dist.P2POp(dist.isend, message, group=self.group, group_peer=peer, tag=tag)
             lists.setdefault(((peer - me) % size - 1) // (MAX_BATCH // 2), []).append(op)
         for peer, buffer in buffers.items():
             op = dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer, tag=tag)
             lists.setdefault(((me - peer) % size - 1) // (MAX_BATCH // 2), []).append(op)
-        peers = list(dict.fromkeys((*exchange.sends, *buffers)))
-
-        def start() -> list[tuple[int, dist.Work]]:
-            return [pair for n in sorted(lists) for pair in _start_batch(lists[n])]
-
-        return dict(buffers), self.running.start(start, peers)
-
-    def _remove_headers(self, exchange: Exchange, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
-        me = self.group.rank()
-        return {
-            src: agreement.remove_header(self._header(exchange, src, me, exchange.receives[src]), buffer)
-            for src, buffer in buffers.items()
-        }
-
-    def _header(self, exchange: Exchange, src: int, dst: int, num_bytes: int) -> agreement.Header:
-        pieces = agreement.checksum_pieces(exchange.pieces.get((src, dst), []))
-        return self.running.header(src, dst, exchange.step, pieces, num_bytes)
+        return dict(buffers), [work for n in sorted(lists) for work in dist.batch_isend_irecv(lists[n])]
 
 
-def _start_batch(ops: list[dist.P2POp]) -> list[tuple[int, dist.Work]]:
-    """Start a batch and return (peer, work) pairs. NCCL returns one work for the whole batch."""
-    works = dist.batch_isend_irecv(ops)
-    peers = [op.group_peer for op in ops] if len(works) == len(ops) else [ops[0].group_peer] * len(works)
-    return list(zip(peers, works, strict=True))
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Wait until messages have arrived. Those of an accelerator are only ordered on its current stream."""
+    for work in works:
+        work.wait()

@@ -47,8 +47,6 @@ class Messages:
 
     sends: dict[int, list[Moved]]
     receives: dict[int, list[Moved]]
-    pieces: dict[tuple[int, int], list[Moved]]
-    """All transfers, by source and target."""
 
 
 def messages_of(step: PlanStep, rank: int, early: int | None = None) -> Messages:
@@ -65,8 +63,7 @@ def messages_of(step: PlanStep, rank: int, early: int | None = None) -> Messages
     for lists in (sends, receives):
         for transfers in lists.values():
             transfers.sort(key=lambda t: t.piece.order)
-    pieces = {(rank, peer): transfers for peer, transfers in sends.items()}
-    return Messages(sends, receives, pieces | {(peer, rank): transfers for peer, transfers in receives.items()})
+    return Messages(sends, receives)
 
 
 class PieceFormat(Protocol):
@@ -134,7 +131,7 @@ class PlanWalk(ABC):
                 for peer, transfers in messages.receives.items():
                     lifetimes.setdefault(max(t.until for t in transfers), {})[peer] = transfers
                 receives = [self._message_buffer(lists) for lists in lifetimes.values()]
-                batches.append(MessageBatch(number + early, sends, receives, messages.pieces))
+                batches.append(MessageBatch(number + early, sends, receives))
                 arriving.setdefault(number + early, []).extend((messages, message) for message in receives)
             pack, unaligned = self.recorder.take_log(), self._take_unaligned()
             for compute in step.computes:

@@ -5,7 +5,7 @@ with labels that were shifted before sharding), the model, `token_loss` (with th
 tokens; `token_logprobs` gives the log-probability of each token, for reinforcement learning). `prefetch` plans and
 shards the next batch in a thread while a step runs, and `DocumentLoader` reads the documents of `longspan.batches`.
 `relayout` is for layers that need another layout than attention, `gather_outputs` for evaluation, `make_mesh` for the
-ranks, `watch` for naming the rank that failed. `tile` runs MLPs and norms over a few tokens at a time, to save memory.
+ranks. `tile` runs MLPs and norms over a few tokens at a time, to save memory.
 
 Custom losses (reinforcement learning, preferences, distillation): `shard_like` shards per-token tensors as the batch
 was sharded, `per_sequence` reduces tokens of all ranks to one number per document, `per_token` is the reverse, and
@@ -13,7 +13,7 @@ was sharded, `per_sequence` reduces tokens of all ranks to one number per docume
 """
 
 from longspan.training.batch import Batch, prefetch, shard_batch, shift_tokens
-from longspan.training.groups import BatchError, Mesh, Watching, attempt_store, check_same, make_mesh, watch
+from longspan.training.groups import BatchError, Mesh, attempt_store, check_same, make_mesh
 from longspan.training.loader import DocumentLoader, TokenFile
 from longspan.training.loss import TokenLogprobs, token_logprobs, token_loss
 from longspan.training.loss_without_logits import Head
@@ -28,7 +28,6 @@ __all__ = [
     "Mesh",
     "TokenFile",
     "TokenLogprobs",
-    "Watching",
     "attempt_store",
     "check_same",
     "gather_outputs",
@@ -44,5 +43,4 @@ __all__ = [
     "tile",
     "token_logprobs",
     "token_loss",
-    "watch",
 ]

@@ -7,7 +7,6 @@ Shapes: B batch rows, S tokens of the whole sequence; tokens are the last dim of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from longspan.layouts.layout import check_fill, to_device
 from longspan.masks import Mask
 from longspan.masks.document_rows import Documents, document_rows
 from longspan.planning.plan import Plan
-from longspan.run.group import PREFETCHING
 from longspan.spans import Ints, check_int
 from longspan.training.groups import BatchError, check_batch, check_layout
 
@@ -435,7 +433,8 @@ R = TypeVar("R")
 def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
     """Yield `prepare(batch)` for every batch. A thread reads and prepares the next batch while the loop uses this one.
 
-    `prepare` plans, shards and prepares: everything that a new batch needs on the host, and that sends no messages.
+    `prepare` plans, shards and prepares: everything that a new batch needs on the host. It sends no messages, since
+    their order with those of the training step could differ between ranks.
 
         def prepare(batch):
             plan = ls.plan(mask_of(batch), layout_of(batch), ...)
@@ -450,11 +449,8 @@ def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
     """
     stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
     source = iter(batches)
-    prefetching, threads = PREFETCHING, set[int]()  # not globals: this may end after modules were cleared, at exit
 
     def start() -> None:
-        threads.add(threading.get_ident())
-        prefetching.add(threading.get_ident())
         if stream is not None:
             torch.accelerator.set_stream(stream)  # also makes its device current
 
@@ -463,11 +459,8 @@ def prefetch(batches: Iterable[T], prepare: Callable[[T], R]) -> Generator[R]:
             return (prepare(batch),)
         return None
 
-    try:
-        with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
+    with ThreadPoolExecutor(1, "longspan-prefetch", start) as worker:
+        future = worker.submit(step)
+        while (item := future.result()) is not None:
             future = worker.submit(step)
-            while (item := future.result()) is not None:
-                future = worker.submit(step)
-                yield item[0]
-    finally:
-        prefetching.difference_update(threads)  # another thread may get the number
+            yield item[0]

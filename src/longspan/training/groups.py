@@ -1,11 +1,10 @@
-"""Process groups and collectives of training helpers, `check_same`, `make_mesh`, `watch` and `attempt_store`."""
+"""Process groups and collectives of training helpers, `check_same`, `make_mesh` and `attempt_store`."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -21,7 +20,7 @@ from longspan import _torch
 from longspan._compile import opaque
 from longspan.errors import LongspanError
 from longspan.layouts import Layout
-from longspan.run.group import Members, Safety, members_of, message_device, run_collective, use_safety
+from longspan.run.group import message_device
 from longspan.run.simulated import TAKEN, SimulatedRank
 from longspan.spans import LIMIT, Ints, check_int
 from longspan.validate import Group, describe_group, group_of, init_hint
@@ -60,19 +59,14 @@ def all_summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum a tensor over the ranks, in place; without gradients."""
     if isinstance(group, SimulatedRank):
         return x.copy_(group.summed(x.detach().clone()))
-    _all_reduce(x, group)
+    dist.all_reduce(x, group=group)
     return x
-
-
-@torch.compiler.disable(reason="ranks are watched between compiled graphs")
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
-    run_collective("all_reduce", x, group, lambda group: dist.all_reduce(x, group=group, async_op=True))
 
 
 def all_gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, which have one shape; without gradients."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
-    run_collective("all_gather", x, group, lambda group: dist.all_gather(parts, x, group=group, async_op=True))
+    dist.all_gather(parts, x, group=group)
     return parts
 
 
@@ -283,52 +277,7 @@ def make_mesh(
     return Mesh(mesh, mesh["dp"], mesh["cp"], mesh["tp"], _torch.flatten_mesh(mesh["dp", "cp"], "dp_cp"))
 
 
-# -- Detecting failed ranks during a training loop ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Watching:
-    """The watched ranks; see `watch`."""
-
-    members: Members
-
-    def step(self, number: int) -> None:
-        """Set the training step of this rank. Ranks in different steps raise an error when they communicate, so a rank
-        that skipped a step is noticed."""
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise BatchError(f"the training step must be an int >= 0, but got {number!r}.")
-        self.members.check_told()
-        self.members.training_step = number
-        self.members.tell_step()
-
-
-@contextmanager
-def watch(
-    group: Group, *, enabled: bool = True, patience: float = 2.0, timeout: float | None = None, checked: bool = False
-) -> Iterator[Watching]:
-    """Watch the ranks of a group while a training loop runs inside of this context.
-
-    Calls of attention are watched without this, too: a rank that dies, stops or raises inside of one is named on all
-    others. This also reports exceptions elsewhere in the loop to the others, detects ranks that skipped a training step
-    (`step`), and has settings: `patience` is the number of seconds for which a rank may be stopped, or its host silent;
-    `timeout` is how long to wait for one that is alive but busy (the group's own if None), with warnings by the logger
-    "longspan" meanwhile; `checked` puts a header and a checksum on every message. `enabled=False` turns watching off.
-    """
-    members = members_of(process_group(group, "watch", real=True))
-    settings = Safety(patience if enabled else 0.0, timeout, checked)
-    members.watch(settings)  # others see this rank from here on, before its first call
-    with use_safety(settings):
-        try:
-            yield Watching(members)
-            members.check_told()
-        except BaseException as error:
-            is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-            if not isinstance(error, GeneratorExit) and not is_exit:  # not a normal end of the loop
-                members.tell(error, settings)
-            raise
-        finally:
-            members.training_step = -1
-            members.tell_step()
+# -- Restarts ----------------------------------------------------------------------------------------------------------
 
 
 def attempt_store(timeout: float = 60.0) -> Any:

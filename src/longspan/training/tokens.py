@@ -25,7 +25,6 @@ from longspan.training.groups import (
     check_gradients,
     check_layout,
     process_group,
-    run_collective,
 )
 from longspan.training.loss_without_logits import sum_gradients
 from longspan.validate import Group, check_derivatives, check_sharding
@@ -190,8 +189,7 @@ def whole_rows(x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, to
         parts = all_gathered(message, group)
     else:
         parts = [torch.empty_like(message) for _ in range(size)] if to == rank else None
-        gather = lambda group: dist.gather(message, parts, group=group, async_op=True, group_dst=to)  # noqa: E731
-        run_collective("gather", message, group, gather)
+        dist.gather(message, parts, group=group, group_dst=to)
     if parts is None:
         return None
     gathered = layout.unshard([part[: layout.num_slots(r)] for r, part in enumerate(parts)])
