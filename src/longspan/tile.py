@@ -112,8 +112,6 @@ class Features:
     """Scores are changed before the softmax, or probabilities after it."""
     dropout: bool = False
     """Probabilities are dropped after the softmax."""
-    chunks: bool = False
-    """A tile's bits must not depend on its neighbours, or on the run."""
 
     def beyond(self, supported: Features) -> str | None:
         """Return which of these features a kernel with the `supported` ones lacks, or None."""
@@ -123,15 +121,12 @@ class Features:
             return "it supports only masks of bands, but the mask has a function"
         if self.dropout and not supported.dropout:
             return "it does not support dropout"
-        if self.chunks and not supported.chunks:
-            return "its bits may depend on more than the tile, but the plan has chunks"
         return None
 
 
 PLAIN = Features()
 MASKS = Features(mask_function=True)
-MASKS_IN_CHUNKS = Features(mask_function=True, chunks=True)
-ALL = Features(True, True, True, True)
+ALL = Features(True, True, True)
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan import _torch
 from longspan.kernels.contract import finite
 from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel
-from longspan.tile import MASKS_IN_CHUNKS, Features, as_dtype
+from longspan.tile import MASKS, Features, as_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +76,7 @@ class CpuFlash(PanelKernel):
     name: str = "cpu_flash"
     op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
-    honours: Features = MASKS_IN_CHUNKS
+    honours: Features = MASKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":

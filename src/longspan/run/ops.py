@@ -207,8 +207,6 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
     else:
         scheme, scale = plan.scheme.name + (", keep" if plan.keep else ""), repr(job.scale)
         kernel = full_name(job.kernel.name)
-        if plan.chunks is not None:
-            scheme = f"{scheme}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
         if job.scoring is not None:
             captured = [tuple(t.shape) for t in job.scoring.captured]
             scores = f"{len(job.scoring.functions)} of them, captured {captured}, {job.scoring.dropout}"
@@ -320,7 +318,7 @@ def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> lis
 def kernel_for(plan: Plan, kernel: str, q: Tensor, k: Tensor, v: Tensor, functions: Scoring | None) -> Kernel:
     """Return the kernel of a call with a plan and score functions."""
     drops = functions is not None and functions.dropout is not None
-    features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
+    features = Features(not plan.is_structured, functions is not None, drops)
     return kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, functions, q)))
 
 
@@ -363,12 +361,6 @@ def run_forward(
         elif scoring:
             functions = lookup_value(scoring)
         chosen = kernel_for(plan, kernel, q, k, v, functions)
-        if needs_shared_grads and plan.chunks is not None:
-            raise PlanError(
-                f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
-                f" {plan.chunks}. Their sum over ranks depends on the number of ranks, and chunks promise the same bits"
-                f" on any number. Detach them, or plan without chunks."
-            )
         scale = 1 / sqrt(q.shape[3]) if scale is None else scale
         job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
         plan.mask.refresh_captures()

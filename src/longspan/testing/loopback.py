@@ -53,7 +53,7 @@ def run_loopback(
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured
     has_dropout = scoring is not None and scoring.dropout is not None
-    features = Features(not plan.mask.is_structured, scoring is not None, has_dropout, plan.chunks is not None)
+    features = Features(not plan.mask.is_structured, scoring is not None, has_dropout)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, features))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     ranks = range(layout.world_size)
