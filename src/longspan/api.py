@@ -91,7 +91,7 @@ def attention(
         v: values; their feature size may differ from that of q and k.
         plan_or_mask: a mask of `longspan.masks`, or a plan created by `longspan.plan`.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
-        scale: factor of scores; 1 / sqrt(features) by default.
+        scale: factor of scores, above 0; 1 / sqrt(features) by default.
         return_lse: also return each row's log-sum-exp (natural, float32), -inf for rows without keys.
         kernel: "auto", "sdpa", or the name of a kernel, which is used or refused.
         score_mod: a function (score, b, h, q_idx, kv_idx) of one pair. It is called on masked pairs, too.
@@ -180,7 +180,7 @@ def flex_attention(
         value: the same with key/value heads; its feature size may differ.
         score_mod: a function (score, b, h, q_idx, kv_idx) of one pair.
         block_mask: a `BlockMask` of PyTorch, or a mask of `longspan.masks`.
-        scale: factor of scores; 1 / sqrt(features) by default.
+        scale: factor of scores, above 0; 1 / sqrt(features) by default.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return each row's log-sum-exp.
         kernel_options: must be empty: they tune PyTorch's Triton kernels, which this call does not launch by itself.

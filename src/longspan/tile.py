@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -102,8 +102,7 @@ def cached(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
     return tiles.known[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """Features of a kernel beyond plain attention over bands."""
 
     mask_function: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from math import sqrt
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from longspan import _torch
 from longspan._compile import lookup_value, register_value, run_eagerly
+from longspan.derivatives import FirstDerivative, check_derivatives
 from longspan.errors import PlanError
 from longspan.kernels import Features, Kernel, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
@@ -87,36 +87,6 @@ def implementation_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[
 def differentiate(operator: Any, run: Callable[..., Any]) -> None:
     """Register the autograd implementation of an operator."""
     _libraries()[operator.name()].impl(operator, run, "Autograd")
-
-
-def refuse_derivative(operator: Any) -> None:
-    """Make a gradient through the results of an operator raise."""
-
-    @wraps(operator)
-    def run(*args: Any) -> Any:
-        with _torch.below_autograd():
-            results = operator(*args)
-        tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, torch.Tensor)]
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return results
-        return _torch.tree_map(lambda t: NoDoubleBackward.apply(t, *tensors) if t.is_floating_point() else t, results)
-
-    differentiate(operator, run)
-
-
-class NoDoubleBackward(torch.autograd.Function):
-    """Identity whose gradient raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
-        raise PlanError(
-            "Double backward (create_graph=True) through a Longspan operator is not supported. Use first derivatives"
-            " only."
-        )
 
 
 # -- The context that a forward pass leaves for its backward, and its ticket -------------------------------------------
@@ -309,9 +279,9 @@ def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> lis
         storages.add(tensor.untyped_storage().data_ptr())
     separate: list[Tensor] = []
     for result in results:
-        result = result.clone() if result.untyped_storage().data_ptr() in storages else result
-        storages.add(result.untyped_storage().data_ptr())
-        separate.append(result)
+        storage = result.untyped_storage().data_ptr()
+        separate.append(result.clone() if storage in storages else result)
+        storages.add(storage)
     return separate
 
 
@@ -375,6 +345,8 @@ def run_forward(
             with on_device(q.device):
                 out, lse, kept = run_alone(program)
         out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
+        if not needs_backward:
+            return out, lse, torch.empty(1, dtype=torch.int64)
         saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
         if text:
             job = replace(job, scoring=None)
@@ -507,7 +479,7 @@ NUM_CONSTANTS = 13
 """Index of `num_constants` among the arguments of the operator after `sinks`; PyTorch omits default arguments."""
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(FirstDerivative):
     """The forward operator with the backward operator as its gradient."""
 
     @staticmethod
@@ -537,9 +509,7 @@ class _Attention(torch.autograd.Function):
         sinks = captured.pop() if ctx.has_sinks else None
         if dout is None:
             dout = torch.zeros_like(out)
-        run = attention_backward
-        if not torch.is_grad_enabled():  # with create_graph=True the operator refuses double backward
-            run = implementation_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
+        run = implementation_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
         with _torch.below_autograd() if run is not attention_backward else nullcontext():
             *gradients, shared = run(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
@@ -551,6 +521,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator, or its implementation, with autograd."""
+    check_derivatives(q, k, v, sinks, *captured)
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if not needs_grad and (captured or sinks is not None):
         needs_grad = any(t.requires_grad for t in _shared_tensors(captured, sinks))
@@ -561,4 +532,3 @@ def attend(
 
 
 differentiate(attention, attend)
-refuse_derivative(attention_backward)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longspan.derivatives import FirstDerivative
 from longspan.kernels import Features, choose_kernel, kernel_named
 from longspan.planning.plan import Plan
 from longspan.run.passes import Backward, Forward, Saved
@@ -91,7 +92,7 @@ def loopback_attention(
     return _Loopback.apply(plan, settings, q, k, v, *captured)  # type: ignore[return-value]
 
 
-class _Loopback(torch.autograd.Function):
+class _Loopback(FirstDerivative):
     @staticmethod
     def forward(
         ctx: Any, plan: Plan, settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
