@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -68,19 +68,15 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def find_transformed(tensors: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the name of a tensor that has a forward-mode derivative, or that `torch.func` differentiates, and whether
-    it is the former; None if there is none."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        unpack = torch.autograd.forward_ad.unpack_dual
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
-                return name, True
-    elif torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and torch._C._functorch.is_gradtrackingtensor(tensor):  # type: ignore[attr-defined]
-                return name, False
-    return None
+def loses_derivative(*tensors: Any) -> bool:
+    """Return whether a tensor has a derivative that only PyTorch's own operators carry on: one in forward mode, or the
+    gradient of a tensor that `torch.vmap` maps, which inside of it does not require one."""
+    forward_mode = torch.autograd.forward_ad
+    if forward_mode._current_level < 0 and not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        return False
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    is_mapped = torch._C._functorch.is_batchedtensor  # type: ignore[attr-defined]
+    return any(forward_mode.unpack_dual(t).tangent is not None or is_mapped(t) for t in given)
 
 
 def rocm() -> str | None:
@@ -513,13 +509,6 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
         if not _known[number]:
             return False
     return True
-
-
-def is_batched(*tensors: Any) -> bool:
-    """Return whether a function that `torch.vmap` maps is called with one of these."""
-    if not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
-        return False
-    return any(torch._C._functorch.is_batchedtensor(t) for t in tensors if isinstance(t, Tensor))  # type: ignore[attr-defined]
 
 
 def fake_mode_of(tensor: Tensor) -> Any:

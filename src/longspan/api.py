@@ -18,7 +18,6 @@ from longspan.planning.conv_plan import MAX_WIDTH, ConvPlan, build_conv_plan
 from longspan.planning.machine import Machine, assumed_machine, machine_named
 from longspan.planning.plan import Plan, PlanRequest, build_plan
 from longspan.planning.planners import check_limit
-from longspan.planning.problem import MAX_CHUNKS
 from longspan.planning.steps import ITEMSIZE, MAX_SIZE, Sizes, dtype_name
 from longspan.spans import check_int, truncated_repr
 
@@ -92,7 +91,7 @@ def attention(
         v: values; their feature size may differ from that of q and k.
         plan_or_mask: a mask of `longspan.masks`, or a plan created by `longspan.plan`.
         group: with a plan, the ranks of the sequence: a process group or a mesh of one axis.
-        scale: factor of scores; 1 / sqrt(features) by default.
+        scale: factor of scores, above 0; 1 / sqrt(features) by default.
         return_lse: also return each row's log-sum-exp (natural, float32), -inf for rows without keys.
         kernel: "auto", "sdpa", or the name of a kernel, which is used or refused.
         score_mod: a function (score, b, h, q_idx, kv_idx) of one pair. It is called on masked pairs, too.
@@ -181,7 +180,7 @@ def flex_attention(
         value: the same with key/value heads; its feature size may differ.
         score_mod: a function (score, b, h, q_idx, kv_idx) of one pair.
         block_mask: a `BlockMask` of PyTorch, or a mask of `longspan.masks`.
-        scale: factor of scores; 1 / sqrt(features) by default.
+        scale: factor of scores, above 0; 1 / sqrt(features) by default.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return each row's log-sum-exp.
         kernel_options: must be empty: they tune PyTorch's Triton kernels, which this call does not launch by itself.
@@ -319,7 +318,6 @@ def plan(
     group: Group = None,
     keep: bool = False,
     fetch_bytes: int | None = None,
-    chunks: int | None = None,
 ) -> Plan:
     """Plan attention over ranks: which rank sends which rows when. Every rank creates the same plan.
 
@@ -342,8 +340,6 @@ def plan(
         keep: keep remote K/V for backward instead of fetching them again.
         fetch_bytes: limit of the remote K/V that "exchange" or "staged", also within a hybrid, holds at once. Other
             schemes refuse it, but "auto" may choose one of them.
-        chunks: with `chunks=n`, results are bit-for-bit identical on any number of ranks (including one), provided n
-            and the thread count are the same and no layout boundary falls inside one of the n equal chunks.
 
     >>> mask = masks.documents([600, 424]) & masks.causal()
     >>> p = plan(mask, zigzag(1024, 4), q_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scheme="exchange")
@@ -388,11 +384,4 @@ def plan(
         )
         named = scheme.replace(" ", "")
         check_limit(named, fetch_bytes)
-        if chunks is not None:
-            chunks = check_int(chunks, "chunks", "plan()", PlanError, low=1, high=MAX_CHUNKS)
-            if fetch_bytes is not None:
-                raise PlanError(
-                    f"fetch_bytes must be None with chunks = {chunks}, but got {truncated_repr(fetch_bytes)}. Rows that"
-                    f" arrive in stages are computed in other kernel calls than rows that arrive at once."
-                )
-        return build_plan(mask, PlanRequest(layout, sizes, name, named, hardware, is_assumed, keep, max_rows, chunks))
+        return build_plan(mask, PlanRequest(layout, sizes, name, named, hardware, is_assumed, keep, max_rows))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -102,8 +102,7 @@ def cached(tiles: Sequence[Tile], make: Callable[..., T], *args: Any) -> T:
     return tiles.known[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """Features of a kernel beyond plain attention over bands."""
 
     mask_function: bool = False
@@ -112,8 +111,6 @@ class Features:
     """Scores are changed before the softmax, or probabilities after it."""
     dropout: bool = False
     """Probabilities are dropped after the softmax."""
-    chunks: bool = False
-    """A tile's bits must not depend on its neighbours, or on the run."""
 
     def beyond(self, supported: Features) -> str | None:
         """Return which of these features a kernel with the `supported` ones lacks, or None."""
@@ -123,15 +120,12 @@ class Features:
             return "it supports only masks of bands, but the mask has a function"
         if self.dropout and not supported.dropout:
             return "it does not support dropout"
-        if self.chunks and not supported.chunks:
-            return "its bits may depend on more than the tile, but the plan has chunks"
         return None
 
 
 PLAIN = Features()
 MASKS = Features(mask_function=True)
-MASKS_IN_CHUNKS = Features(mask_function=True, chunks=True)
-ALL = Features(True, True, True, True)
+ALL = Features(True, True, True)
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

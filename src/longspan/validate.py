@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from longspan._torch import find_transformed, version
+from longspan._torch import version
 from longspan.errors import KernelError, PlanError, ScheduleError
 from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import carried_layout_of, other_tokens
@@ -50,7 +50,6 @@ def check_inputs(q: Any, k: Any, v: Any, scale: Any, kernel: Any = "auto", sinks
             raise PlanError(
                 f"{letter} must have dtype {', '.join(map(str, DTYPES))}, but got {tensor.dtype}. Cast it first."
             )
-    check_derivatives(q=q, k=k, v=v, sinks=sinks, scale=scale)
     if isinstance(sinks, Tensor) and sinks.device != q.device:
         raise KernelError(f"sinks must be on {q.device}, the device of q, but got {sinks.device}. Move them there.")
     if not isinstance(kernel, str):
@@ -79,22 +78,6 @@ def is_number(value: Any) -> bool:
         return False
     number: Any = value
     return -math.inf < number < math.inf  # compiled code has no math.isfinite
-
-
-def check_derivatives(**tensors: Any) -> None:
-    """Raise if a tensor has a forward-mode derivative, which would be lost, or is differentiated by `torch.func`."""
-    if torch.compiler.is_compiling() or (found := find_transformed(tensors)) is None:
-        return
-    name, is_forward = found
-    if is_forward:
-        raise PlanError(
-            f"{name} must not have a forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers), which"
-            f" Longspan does not compute. Use reverse mode, as in torch.autograd.grad, or detach it."
-        )
-    raise PlanError(
-        f"{name} must not be differentiated by torch.func (grad, vjp, jacrev, hessian), which Longspan's operators do"
-        f" not support. Use torch.autograd.grad, or detach it."
-    )
 
 
 def check_sharding(layout: Layout, dim: int, **tensors: Any) -> None:

@@ -1,8 +1,5 @@
 """Attacks on recurrences and convolutions: masks as documents, numbers that are not finite, edges, random jobs."""
 
-import random
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +7,8 @@ import torch
 import longspan as ls
 from longspan.masks import document_rows as document_rows_module
 from longspan.masks.document_rows import document_rows
-from longspan.mixers import scan_reference
 from longspan.training import shard_batch
 from tests.lanes import NIGHTLY
-from tests.scan_cases import KINDS, random_states, random_work, with_leaves
-from tests.scan_oracle import recurrence_by_tokens
 
 masks = ls.masks
 
@@ -185,84 +179,3 @@ def test_mutants_of_reading_masks_are_noticed(name, monkeypatch):
     function, mutate = MUTANTS[name]
     monkeypatch.setattr(document_rows_module, function, mutate(getattr(document_rows_module, function)))
     assert differences_from_pairs(range(400))[2]
-
-
-# -- numbers that are not finite ---------------------------------------------------------------------------------------
-
-NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
-
-
-def spoiled_work(seed):
-    """A random recurrence with one to three NaN or infinite numbers or tokens, and the slots before them."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    work = random_work(KINDS[seed % len(KINDS)], rng, slots=rng.choice((7, 33, 70, 100)), batch=rng.choice((1, 2)))
-    tokens = tuple(x.clone() for x in work.tokens)
-    batch, slots = tokens[0].shape[:2]
-    places = []
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        place = rng.randrange(batch), rng.randrange(slots)
-        token, value = rng.choice(tokens)[place].view(-1), rng.choice(NOT_FINITE)
-        token[slice(None) if rng.random() < 0.5 else rng.randrange(len(token))] = value
-        places.append(place)
-    clean = torch.zeros(batch, slots, dtype=torch.bool)
-    for row, first, end in work.segments.table.tolist():
-        clean[row, first : min((slot for at, slot in places if at == row and first <= slot < end), default=end)] = True
-    return replace(work, tokens=tokens), random_states(work), clean
-
-
-def leaks(seeds):
-    """Seeds where a number is off, or not finite, that the recurrence token by token leaves finite: all outputs, and
-    gradients of clean tokens from clean outputs."""
-    for seed in seeds:
-        work, states, clean = spoiled_work(seed)
-        pairs = []
-        for function in (scan_reference.ReferenceScan().local, recurrence_by_tokens):
-            own, entering, leaves = with_leaves(work, states)
-            out = function(own, entering)[0]
-            torch.manual_seed(seed)
-            dout = torch.randn_like(out) * clean.view(*clean.shape, *[1] * (out.ndim - 2))
-            gradients = torch.autograd.grad(out, leaves[: len(work.tokens)], dout, materialize_grads=True)
-            pairs.append([out.detach(), *(x[clean] for x in gradients)])
-        if any(_is_off(a, b) for a, b in zip(*pairs, strict=True)):
-            yield seed
-
-
-def _is_off(found, expected):
-    finite = expected.isfinite()
-    gap = (found - expected)[finite].abs()
-    return not (gap <= 1e-9 * expected[finite].abs().max().clamp(min=1.0)).all() if gap.numel() else False
-
-
-def test_nan_and_inf_reach_only_what_the_recurrence_lets_them_reach(tries):
-    count = 1200 if NIGHTLY else 120
-    assert not list(leaks(range(count)))
-    tries("NaN and inf in recurrences", count, count)
-
-
-def test_chunks_without_cuts_leak(monkeypatch):
-    """Mutants: nothing is cut, or only at the first place of a segment."""
-    monkeypatch.setattr(scan_reference, "stages_of_segments", lambda work: [])
-    assert any(leaks(range(1, 60)))
-    monkeypatch.undo()
-    real = scan_reference.stages_of_segments
-
-    def joined(work):
-        stages = real(work)
-        for stage in stages[2:]:
-            for segment, *_, end in stage.tolist():
-                stages[1][stages[1][:, 0] == segment, 3] = end
-        return stages[:2]
-
-    monkeypatch.setattr(scan_reference, "stages_of_segments", joined)
-    assert any(leaks(range(1, 200)))
-
-
-def test_finite_numbers_are_computed_once_and_as_before(monkeypatch):
-    """The reverse: nothing is looked for where outputs are finite, decays of -inf included."""
-    monkeypatch.setattr(scan_reference, "stages_of_segments", lambda work: pytest.fail("inputs were searched"))
-    q, k, v = torch.randn(3, 1, 70, 2, 4)
-    g = torch.full((1, 70, 2), -0.1)
-    g[:, 33] = -torch.inf
-    out = ls.gated_delta_rule(q, k, v, g, torch.rand(1, 70, 2), l2norm=True)
-    assert out.isfinite().all()

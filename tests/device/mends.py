@@ -107,7 +107,7 @@ MENDS = {
     ),
     "labels are copied to the host before the loss": OtherFunction(sharding, "start_copy", lambda labels: None, PLAIN),
     "the loss takes the copy of labels": Mend(
-        head.call_of, "labels_on_host(labels)", "labels.cpu()", PLAIN
+        head.call_of, "labels_on_host(labels)", "labels.cpu().flatten()", PLAIN
     ),
     "places of labels go to the device without a wait": Mend(
         layout.to_device, PINNED, "table.to(device)", PLAIN

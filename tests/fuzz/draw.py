@@ -52,7 +52,7 @@ def call(r: random.Random, world: int, small: bool) -> Call:
         layout=layout(r, tokens, world),
         scheme=scheme(r, world),
         keep=r.random() < 0.3,
-        scale=r.choice((0.0, -0.5, 0.3, 2.0, 1, ("tensor", 0.25))) if r.random() < 0.35 else None,
+        scale=r.choice((1e-30, 0.3, 2.0, 1, ("tensor", 0.25))) if r.random() < 0.35 else None,
         spread=r.choice((1.0, 1.0, 1.0, 6.0)) if dtype != "float16" else 1.0,  # which ends at 65,504
         form=form,
         needs=needs(r, world),

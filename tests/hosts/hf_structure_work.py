@@ -112,6 +112,7 @@ def gathered_penalty():
     """The error of a gradient penalty behind the gather of a pooler."""
     from types import SimpleNamespace
 
+    from longspan.errors import PlanError
     from longspan.huggingface.hooks import gather_all_tokens
     from longspan.layouts import contiguous
 
@@ -120,7 +121,7 @@ def gathered_penalty():
     (gradient,) = torch.autograd.grad(gather_all_tokens(x, sequence).pow(3).sum(), x, create_graph=True)
     try:
         gradient.square().sum().backward()
-    except RuntimeError as error:
+    except PlanError as error:
         return str(error)
     return ""
 

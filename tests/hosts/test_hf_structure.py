@@ -31,7 +31,7 @@ def test_heads_and_positions_that_are_right(function, count):
 
 def test_double_backward_behind_a_gather_is_refused():
     """Gradients of gradients would need those of other ranks."""
-    assert all("once_differentiable" in error for error in run(work.gathered_penalty))
+    assert all("must not be differentiated again" in error for error in run(work.gathered_penalty))
 
 
 def test_a_copy_of_a_used_model_computes_what_the_model_does():

@@ -63,7 +63,6 @@ def _arguments():
         yield bad(f"keep {value!r}", lambda v=value: planned(keep=v), PlanError, f"keep = {value!r}", "bool")
     values = (-1, 2.5, "1MB", True, NAN, 10**30)
     yield from counts("plan", lambda n: planned(fetch_bytes=n), PlanError, "fetch_bytes", values)
-    yield from counts("plan", lambda n: planned(chunks=n), PlanError, "chunks", (0, [4], 5000, *values))
     yield bad("fetch_bytes", lambda: planned(fetch_bytes=100), PlanError, "fetch_bytes = 100", "Give at least")
 
 

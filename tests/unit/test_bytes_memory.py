@@ -61,10 +61,9 @@ def _layout(name, mask, seq_len, world_size):
 
 
 def _plan(mask, layout, scheme, dtype, *, heads=(4, 2), dims=(16, 8), keep=False, machine=CPU, batch=1):
-    chunks = 8 if scheme == "chunks" else None
     return ls.plan(
         mask, layout, q_heads=heads[0], kv_heads=heads[1], head_dim=dims[0], v_head_dim=dims[1], dtype=dtype,
-        scheme="exchange" if chunks else scheme, keep=keep, machine=machine, batch=batch, chunks=chunks,
+        scheme=scheme, keep=keep, machine=machine, batch=batch,
     )  # fmt: skip
 
 
@@ -105,14 +104,12 @@ def _messages(plan, direction):
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [*SCHEMES, "chunks"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_sent_are_those_planned(scheme, dtype):
     seq_len, world_size, number = 96, 4, 0
     for mask_name, mask in _masks(seq_len).items():
         for layout_name in ("contiguous", "zigzag", "striped", "balanced"):
             number += 1
-            if scheme == "chunks" and layout_name in ("striped", "balanced"):  # which are cut elsewhere
-                layout_name = "zigzag"
             if (number + DTYPES.index(dtype)) % 3 == 0:  # every mask and layout in two dtypes of the three
                 continue
             layout = _layout(layout_name, mask, seq_len, world_size)
@@ -307,12 +304,7 @@ MEMORY = [
         ("window", "contiguous", "bfloat16", False),
     )
 ]
-MEMORY += [
-    ("chunks", "causal", "zigzag", "bfloat16", False),
-    ("chunks", "causal", "zigzag", "float32", True),
-    ("chunks", "full", "contiguous", "float32", False),
-    ("chunks", "window", "contiguous", "bfloat16", False),
-]
+MEMORY += []
 
 
 @pytest.mark.share(3)

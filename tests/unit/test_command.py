@@ -27,11 +27,9 @@ def shell(line, **environment):
 # -- names of schemes --------------------------------------------------------------------------------------------------
 
 
-def planned(name, chunks=None):
+def planned(name):
     mask = masks.documents([40, 24]) & masks.causal()
-    return ls.plan(
-        mask, layouts.zigzag(64, 4), q_heads=8, kv_heads=2, head_dim=16, dtype="float32", scheme=name, chunks=chunks
-    )
+    return ls.plan(mask, layouts.zigzag(64, 4), q_heads=8, kv_heads=2, head_dim=16, dtype="float32", scheme=name)
 
 
 @pytest.mark.quick
@@ -73,13 +71,6 @@ def test_names_like_aliases_are_refused(name, message):
     with pytest.raises(PlanError) as error:
         planned(name)
     assert message in str(error.value)
-
-
-def test_an_alias_is_refused_with_chunks_as_its_scheme_is():
-    for name in ("ulysses", "usp(2)"):
-        with pytest.raises(PlanError, match="scheme must be 'exchange' or 'auto' with chunks") as error:
-            planned(name, chunks=8)
-        assert repr(name) in str(error.value)
 
 
 def test_commands_accept_aliases(longspan):

@@ -664,7 +664,7 @@ REFUSED = {  # name: (accepted, refused, error, words); PyTorch's error has the 
         lambda: flex(X.clone().requires_grad_()).sum().backward(),
         lambda: second_derivative(),
         PlanError,
-        "Double backward",
+        "must not be differentiated again",
     ),
 }
 

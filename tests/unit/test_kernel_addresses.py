@@ -16,7 +16,6 @@ from longspan.kernels import cuda_flash, cuda_sdpa, panels
 from longspan.kernels.cpu_flash import CpuFlash
 from longspan.kernels.cuda_flash import Flash, Launch
 from longspan.kernels.cuda_sdpa import Cudnn, Efficient
-from longspan.kernels.panels import Guarded
 from longspan.testing import loopback
 from longspan.testing.oracle import allowed
 from longspan.tile import Tile
@@ -436,9 +435,7 @@ def test_whole_calls_by_address(name, scheme, monkeypatch):
     """What reaches operators from plans: rows of messages, merged outputs, outputs made up from delta."""
     shrink_blocks(monkeypatch)
     monkeypatch.setattr(loopback, "choose_kernel", lambda *_: name)
-    monkeypatch.setattr(
-        loopback, "kernel_named", lambda name: Guarded(KERNELS[name], KERNELS[name], checks_finite=False)
-    )
+    monkeypatch.setattr(loopback, "kernel_named", KERNELS.__getitem__)
     for number, (kind, make) in enumerate(PLANS.items()):
         mask = make()
         if not mask.is_structured and not KERNELS[name].honours.mask_function:

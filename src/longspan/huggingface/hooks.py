@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from longspan.derivatives import FirstDerivative
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import LABELS, PACKED, check_arguments
 from longspan.huggingface.head import replace_values
@@ -400,7 +400,7 @@ def gather_all_tokens(x: Tensor, sequence: Any) -> Tensor:
     return _GatherAllTokens.apply(x, layout, group)  # type: ignore[return-value]
 
 
-class _GatherAllTokens(torch.autograd.Function):
+class _GatherAllTokens(FirstDerivative):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Any, group: Any) -> Tensor:
         ctx.layout, ctx.group = layout, group
@@ -409,7 +409,6 @@ class _GatherAllTokens(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = all_summed(grads[0].clone().contiguous(), ctx.group)
         return ctx.layout.shard(total, ctx.group.rank(), 1), None, None

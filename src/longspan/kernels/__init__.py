@@ -15,7 +15,6 @@ from longspan.kernels.cpu_flash import CpuFlash
 from longspan.kernels.cuda_flash import Flash, cudnn_varlen, implementation, package
 from longspan.kernels.cuda_sdpa import Cudnn, Efficient
 from longspan.kernels.flex import Flex, why_not_inside
-from longspan.kernels.panels import Guarded
 from longspan.kernels.reference import Reference
 from longspan.tile import PLAIN, Features, Tile
 
@@ -32,14 +31,11 @@ __all__ = [
 
 _log = logging.getLogger("longspan")
 
-_FUSED = (
+_ALL: tuple[Kernel, ...] = (
     *(CpuFlash(), package("FA3"), package("FA4"), cudnn_varlen(), Flash("varlen", grouped=True)),
-    *(Efficient(), Flash("flash", False), Cudnn(), Flex()),
+    *(Efficient(), Flash("flash", False), Cudnn(), Flex(), Reference()),
 )
-_KERNELS: dict[str, Kernel] = {
-    **{kernel.name: Guarded(kernel, Reference(), checks_finite=kernel.name == "cpu_flash") for kernel in _FUSED},
-    "reference": Reference(),
-}
+_KERNELS = {kernel.name: kernel for kernel in _ALL}
 
 # Tried in this order. `flash` and `cudnn` are used only when named: `varlen` covers all that they do. `efficient`
 # evaluates a mask function on the CPU, block by block, while the GPU waits; `flex` evaluates it inside the kernel.
@@ -115,8 +111,8 @@ def choose_kernel(
         gpu = device, _torch.capability(device), _torch.rocm(), implementation()
         gpu = *gpu, torch.are_deterministic_algorithms_enabled()
         key = name, q_BHQD.dtype, features, dims, gpu
-    if key in _known_choices:
-        return _known_choices[key]
+    if (known := _known_choices.get(key)) is not None:
+        return known
 
     def refusal(kernel: Kernel) -> str | None:
         if kernel.name == "flex" != name and on_cpu:  # it writes out all scores there

@@ -6,7 +6,6 @@ q or k counts the rows of one tile.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -136,12 +135,3 @@ def pad_last_dim(x: Tensor, width: int, multiple: int) -> Tensor:
 def _begin_at(offset: int, strides: tuple[int, ...], shape: tuple[int, ...], multiple: int) -> bool:
     begins = offset, *(stride for stride, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
     return all(begin % multiple == 0 for begin in begins)
-
-
-def finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite. If their sum is finite, they are; otherwise it may have overflowed.
-
-    >>> finite(torch.tensor([3e38, 3e38])), finite(torch.tensor([torch.inf, -torch.inf]))
-    (True, False)
-    """
-    return math.isfinite(x.sum().item()) or bool(x.isfinite().all())

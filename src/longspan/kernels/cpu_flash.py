@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from longspan import _torch
-from longspan.kernels.contract import finite
 from longspan.kernels.panels import BackwardOp, ForwardOp, PanelKernel
-from longspan.tile import MASKS_IN_CHUNKS, Features, as_dtype
+from longspan.tile import MASKS, Features, as_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,12 +26,8 @@ and rounding a score of 1e5 by 0.01 changes its probability by 1%."""
 def forward_op(
     q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one piece; nan for a row whose scores are all nan, where the operator returns 0."""
-    out, lse = _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale)
-    if not lse.all() and not (finite(q_BHQD) and finite(k_BGKD)):
-        zero = lse == 0
-        return out.masked_fill(zero.unsqueeze(-1), torch.nan), lse.masked_fill(zero, torch.nan)
-    return out, lse
+    """Return (out, lse) of one piece."""
+    return _torch.cpu_flash(q_BHQD, k_BGKD, v_BGKD, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _is_faster_in_float32(q_BHQD: Tensor, k_BGKD: Tensor, lse_BHQ: Tensor) -> bool:
@@ -55,18 +50,11 @@ def backward_op(
     bias: Tensor | None, causal: bool, scale: float, /,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
-    dtype = torch.float32 if _is_faster_in_float32(q_BHQD, k_BGKD, lse_BHQ) else q_BHQD.dtype
-    return _torch.cpu_flash_backward(
-        as_dtype(dout_BHQD, dtype),
-        as_dtype(q_BHQD, dtype),
-        as_dtype(k_BGKD, dtype),
-        as_dtype(v_BGKD, dtype),
-        as_dtype(out_BHQD, dtype),
-        lse_BHQ,
-        None if bias is None else bias.to(dtype),
-        causal,
-        scale,
-    )
+    dtype, inputs = q_BHQD.dtype, (q_BHQD, k_BGKD, v_BGKD)
+    if _is_faster_in_float32(q_BHQD, k_BGKD, lse_BHQ):
+        dtype, inputs, bias = torch.float32, [x.float() for x in inputs], None if bias is None else bias.float()
+    dout_BHQD, out_BHQD = as_dtype(dout_BHQD, dtype), as_dtype(out_BHQD, dtype)
+    return _torch.cpu_flash_backward(dout_BHQD, *inputs, out_BHQD, lse_BHQ, bias, causal, scale)
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ class CpuFlash(PanelKernel):
     name: str = "cpu_flash"
     op: ForwardOp = forward_op
     backward_op: BackwardOp = backward_op
-    honours: Features = MASKS_IN_CHUNKS
+    honours: Features = MASKS
 
     def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:  # noqa: ARG002
         if q_BHQD.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Run tiles on fused operators that have no bands, with a fallback for values that they cannot handle.
+"""Run tiles on fused operators that have no bands.
 
 Tiles are cut into the shapes that such an operator supports (full, top-left causal, additive bias), and the results are
 merged. Shapes: see contract.py.
@@ -28,77 +28,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longspan.kernels.contract import Group, Kernel, TileWork, Upstream, finite, one_by_one, pad_last_dim
+from longspan.kernels.contract import Group, TileWork, Upstream, one_by_one, pad_last_dim
 from longspan.scoring.pipeline import TilePairs
 from longspan.tile import Features, Tile, as_dtype, cached
 from longspan.tile import accumulation_dtype as widened
-
-# -- Fallback: scales that are not positive, and values that are not finite --------------------------------------------
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """A kernel whose operators hide pairs by adding -inf, and multiply hidden values by probabilities of 0.
-
-    They take a positive scale only, because some multiply the -inf by it; the sign, or a 0, goes to q. If a tile's
-    result is not finite, `fallback` computes it again: there hidden pairs contribute nothing, whatever their values.
-    The check is a pass over the results, on CPUs; on GPUs it would make the host wait, and is left out.
-    """
-
-    kernel: Kernel
-    fallback: Kernel
-    checks_finite: bool
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    @property
-    def honours(self) -> Features:
-        return self.kernel.honours
-
-    def refuses(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> str | None:
-        return self.kernel.refuses(q_BHQD, k_BGKD, v_BGKE)
-
-    @property
-    def index_arrays(self) -> Callable[..., Any] | None:
-        return getattr(self.kernel, "index_arrays", None)
-
-    def groups(self, tiles: Sequence[Tile], num_q: int, num_k: int) -> Sequence[Group]:
-        return self.kernel.groups(tiles, num_q, num_k)
-
-    def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
-        positive = work if work.scale > 0.0 else _with_positive_scale(work)[1]
-        for number, (out, lse) in enumerate(self.kernel.forward(positive)):
-            if self.checks_finite and not finite(out):
-                yield from self.fallback.forward(self._group(work, number))
-            else:
-                yield out, lse
-
-    def backward(self, work: TileWork, upstream: Upstream) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        sign, positive = (1.0, work) if work.scale > 0.0 else _with_positive_scale(work)
-        for number, (dq, dk, dv) in enumerate(self.kernel.backward(positive, upstream)):
-            if self.checks_finite and not (finite(dq) and finite(dk) and finite(dv)):
-                yield from self.fallback.backward(self._group(work, number), upstream)
-            else:
-                yield dq if sign == 1.0 else dq * sign, dk, dv
-
-    def _group(self, work: TileWork, number: int) -> TileWork:
-        groups = self.kernel.groups(work.tiles, work.q_BHQD.shape[2], work.k_BGKD.shape[2])
-        return replace(work, tiles=groups[number])
-
-
-def _with_positive_scale(work: TileWork) -> tuple[float, TileWork]:
-    """Return 1, -1 or 0, and the work with q multiplied by it and a positive scale."""
-    sign = float((work.scale > 0.0) - (work.scale < 0.0))
-    return sign, replace(work, q_BHQD=work.q_BHQD * sign, scale=abs(work.scale) or 1.0)
-
 
 # -- Panels ------------------------------------------------------------------------------------------------------------
 
@@ -286,26 +224,30 @@ class PanelKernel(ABC):
         q_BHQD, k_BGKD, v_BGKE, lse_BHQ = work.q_BHQD, work.k_BGKD, work.v_BGKE, upstream.lse_BHQ
         wide, d, e, multiple = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3], self.multiple
         biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
-        # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
-        lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
+        run = self.backward_op if type(self).run_backward is PanelKernel.run_backward else self.run_backward
+        lse_BHQ = as_dtype(lse_BHQ, wide)
+        if work.pairs is not None:  # without functions, every row of a tile sees a key
+            # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
+            lse_BHQ = lse_BHQ.masked_fill(lse_BHQ.isneginf(), torch.inf)
         for tile, pieces in cached(work.tiles, _pieces):
             sums: tuple[Tensor, ...] | None = None
             for piece in pieces:
                 rows, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
-                gradients = self.run_backward(
+                gradients = run(
                     _operand(upstream.dout_BHQE, *rows, width, multiple),
                     _operand(q_BHQD, *rows, width, multiple),
                     _operand(k_BGKD, *keys, width, multiple),
                     _operand(v_BGKE, *keys, width, multiple),
                     _operand(upstream.out_BHQE, *rows, width, multiple),
-                    lse_BHQ if piece.rows == lse_BHQ.shape[2] else lse_BHQ.narrow(2, piece.q0, piece.rows),
+                    lse_BHQ if rows == (0, lse_BHQ.shape[2]) else lse_BHQ.narrow(2, piece.q0, piece.rows),
                     *biases.of(piece),
                     work.scale,
                 )
-                sides = zip(gradients, (d, d, e), strict=True)
-                gradients = tuple(x if x.shape[3] == dim else x.narrow(3, 0, dim) for x, dim in sides)
+                if not d == e == width:
+                    sides = zip(gradients, (d, d, e), strict=True)
+                    gradients = tuple(x if x.shape[3] == dim else x.narrow(3, 0, dim) for x, dim in sides)
                 if sums is None:
-                    if (piece.rows, piece.cols) == (tile.rows, tile.cols):
+                    if rows == (tile.q0, tile.q1) and keys == (tile.k0, tile.k1):
                         sums = gradients
                         continue
                     sizes = zip((q_BHQD, k_BGKD, v_BGKE), (tile.rows, tile.cols, tile.cols), strict=True)

@@ -1,8 +1,5 @@
 """`reference`: plain tensor math. Any dtype, any device, any score function; memory is bounded by blocks.
 
-If inputs are not finite, hidden pairs still contribute nothing, where 0 * nan would give nan. This is checked on CPUs
-only; on GPUs the host would have to wait.
-
 Shapes: see contract.py; R = H // G query heads share one key/value head, b is the rows of one block.
 """
 
@@ -16,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longspan.kernels.contract import Group, TileWork, Upstream, finite, one_by_one
+from longspan.kernels.contract import Group, TileWork, Upstream, one_by_one
 from longspan.scoring.pipeline import TilePairs
 from longspan.spans import Span
 from longspan.tile import ALL, Tile
@@ -43,11 +40,10 @@ class Reference:
     def forward(self, work: TileWork) -> Iterator[tuple[Tensor, Tensor]]:
         q_BHQD, v_BGKE = work.q_BHQD, work.v_BGKE
         b, h, e = q_BHQD.shape[0], q_BHQD.shape[1], v_BGKE.shape[3]
-        careful = _has_nonfinite(q_BHQD, work.k_BGKD, v_BGKE)
         for tile in work.tiles:
             out = q_BHQD.new_zeros((b, h, tile.rows, e), dtype=widened(q_BHQD.dtype))
             lse = out.new_full((b, h, tile.rows), -torch.inf)
-            for panel in _panels(tile, work, careful):
+            for panel in _panels(tile, work):
                 at = panel.batch, panel.heads, slice(panel.rows.q0 - tile.q0, panel.rows.q1 - tile.q0)
                 out[at], lse[at] = _softmax(panel)
             yield out, lse
@@ -57,12 +53,11 @@ class Reference:
         wide, group = widened(q_BHQD.dtype), q_BHQD.shape[1] // k_BGKD.shape[1]
         # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
         lse_BHQ = lse_BHQ.to(wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
-        careful = _has_nonfinite(q_BHQD, k_BGKD, v_BGKE, upstream.dout_BHQE, upstream.delta_BHQ)
         for tile in work.tiles:
             dq = torch.zeros_like(q_BHQD[:, :, tile.q0 : tile.q1], dtype=wide)
             dk = torch.zeros_like(k_BGKD[:, :, tile.k0 : tile.k1], dtype=wide)
             dv = torch.zeros_like(v_BGKE[:, :, tile.k0 : tile.k1], dtype=wide)
-            for panel in _panels(tile, work, careful):
+            for panel in _panels(tile, work):
                 batch, heads, rows, groups = panel.batch, panel.heads, panel.rows, panel.k_BGKD.shape[1]
                 at = batch, heads, slice(rows.q0, rows.q1)
                 lse, delta = (
@@ -108,8 +103,6 @@ class _Panel:
     rows: Tile
     scale: float
     pairs: TilePairs | None
-    careful: bool
-    """Whether some number is not finite."""
 
     @property
     def q(self) -> Tensor:
@@ -120,7 +113,7 @@ class _Panel:
         return replace(block, q0=self.rows.q0, q1=self.rows.q1)
 
 
-def _panels(tile: Tile, work: TileWork, careful: bool) -> Iterator[_Panel]:
+def _panels(tile: Tile, work: TileWork) -> Iterator[_Panel]:
     """Yield blocks of rows, for batch rows and query heads in parts that bound memory."""
     q_BHQD, k_BGKD, v_BGKE, pairs = work.q_BHQD, work.k_BGKD, work.v_BGKE, work.pairs
     batch, heads, groups = q_BHQD.shape[0], q_BHQD.shape[1], k_BGKD.shape[1]
@@ -135,7 +128,7 @@ def _panels(tile: Tile, work: TileWork, careful: bool) -> Iterator[_Panel]:
                 mine = slice(keys.start * group, keys.stop * group)
                 part = None if pairs is None else pairs.part(Span(here.start, here.stop), Span(mine.start, mine.stop))
                 tensors = q_BHQD[here, mine], k_BGKD[here, keys], v_BGKE[here, keys]
-                yield _Panel(here, mine, *tensors, rows, work.scale, part, careful)
+                yield _Panel(here, mine, *tensors, rows, work.scale, part)
 
 
 def _gradients(
@@ -146,32 +139,7 @@ def _gradients(
     for block in _col_blocks(panel.rows):
         k, v = _keys(panel.k_BGKD, block), _keys(panel.v_BGKE, block)
         ds, used = _score_gradient(panel, block, (q @ k.mT).mul_(panel.scale), lse, dout @ v.mT, delta)
-        if not panel.careful:
-            yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
-            continue
-        hidden = _hidden_pairs(ds, block, panel)
-        back = None if hidden is None else hidden.mT
-        dq = _product(_hide(ds, hidden, 0.0), k, hidden)
-        yield block, dq.flatten(1, 2), _product(ds.mT, q, back).sum(2), _product(used.mT, dout, back).sum(2)
-
-
-def _has_nonfinite(*tensors: Tensor) -> bool:
-    """Return whether some number is not finite; not checked on GPUs."""
-    return tensors[0].device.type == "cpu" and not all(map(finite, tensors))
-
-
-def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """Return weights @ x without hidden pairs (`hidden`), whose weights are 0, even if x is not finite.
-
-    >>> _product(torch.tensor([[0.0, 2.0]]), torch.tensor([[torch.nan], [3.0]]), torch.tensor([[True, False]]))
-    tensor([[6.]])
-    """
-    product = weights @ x.nan_to_num(0.0, 0.0, 0.0)
-    meet = x.new_ones(weights.shape[-2:]) if hidden is None else (~hidden).to(x.dtype)
-    up, down = (meet @ (x == value).to(x.dtype) > 0 for value in (torch.inf, -torch.inf))
-    neither = (meet @ x.isnan().to(x.dtype) > 0) | (up & down)
-    product = torch.where(up, torch.inf, torch.where(down, -torch.inf, product))
-    return torch.where(neither, torch.nan, product)
+        yield block, (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (used.mT @ dout).sum(2)
 
 
 def _group_queries(x_BHbD: Tensor, groups: int) -> Tensor:
@@ -277,7 +245,7 @@ def _softmax(panel: _Panel) -> tuple[Tensor, Tensor]:
         factor = None if pairs is None else pairs.factor(panel.with_all_rows(block), p.dtype)
         p = p if factor is None else p.mul_(factor.view_as(p))
         v = _keys(panel.v_BGKE, block)
-        acc = acc * shrink + (_product(p, v, _hidden_pairs(p, block, panel)) if panel.careful else p @ v)
+        acc = acc * shrink + p @ v
         top = new_top
     out = acc / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 where nothing was seen
     return out.flatten(1, 2), (top + total.log()).squeeze(-1).flatten(1, 2)
@@ -289,7 +257,7 @@ def highest(work: TileWork) -> Tensor:
     top = q_BHQD.new_full((*q_BHQD.shape[:2], tile.rows), -torch.inf, dtype=widened(q_BHQD.dtype))
     for rows in _row_blocks(tile):
         panel = _Panel(
-            slice(None), slice(None), q_BHQD, work.k_BGKD, work.v_BGKE, rows, work.scale, work.pairs, careful=False
+            slice(None), slice(None), q_BHQD, work.k_BGKD, work.v_BGKE, rows, work.scale, work.pairs
         )  # fmt: skip
         q, at = panel.q, top[:, :, rows.q0 - tile.q0 : rows.q1 - tile.q0]
         for block in _col_blocks(rows):

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from longspan import _torch
 from longspan._compile import create_handle, lookup_value
+from longspan.derivatives import FirstDerivative, check_derivatives
 from longspan.device_tables import Copied
 from longspan.errors import PlanError
 from longspan.layouts import Layout, contiguous
@@ -33,7 +34,7 @@ from longspan.run.ops import (
     run_program,
 )
 from longspan.run.walk import build_once
-from longspan.validate import as_autocast, check_derivatives, check_plain_numbers, check_sharding
+from longspan.validate import as_autocast, check_plain_numbers, check_sharding
 
 # -- The convolution in plain PyTorch: rows with halos in, the rank's own rows out -------------------------------------
 
@@ -162,7 +163,6 @@ def check_tensors(x: Any, weight: Any, bias: Any, activation: Any) -> None:
         raise PlanError(f"the width of weight must be >= 1, but got shape {tuple(weight.shape)}.")
     if activation not in (None, "silu", "swish"):
         raise PlanError(f"activation must be None, 'silu' or 'swish' (the same), but got {activation!r}.")
-    check_derivatives(x=x, weight=weight, bias=bias)
 
 
 def check_plan(plan: Any, weight: Tensor) -> None:
@@ -262,7 +262,7 @@ halo = ops.define_operator("longspan::halo", run_forward, _fake_forward)
 halo_backward = ops.define_operator("longspan::halo_backward", run_backward, _fake_backward)
 
 
-class _Halo(torch.autograd.Function):
+class _Halo(FirstDerivative):
     """Differentiate the forward operator by the backward one."""
 
     @staticmethod
@@ -285,6 +285,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _with_gradients(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    check_derivatives(x)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Halo.apply(x, *others)  # type: ignore[return-value]
     with _torch.below_autograd():
@@ -292,7 +293,6 @@ def _with_gradients(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 ops.differentiate(halo, _with_gradients)
-ops.refuse_derivative(halo_backward)
 
 
 # -- The call ----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -713,28 +712,6 @@ def fold_inputs(work: ScanWork, reads: bool = True) -> ChunkedAttention | Chunke
     return _attention(work, recurrence, reads)
 
 
-def stages_of_segments(work: ScanWork) -> list[Ints]:
-    """Cut segments at the first non-finite value of each feature, so that no such token is in a chunk with earlier
-    tokens. Stage i has the i-th parts, as rows of (segment, batch row, first slot, end slot).
-
-    The first of NaN, inf and -inf is enough for each feature of a token, since it stays in the state. Queries are not
-    written to states, so segments are not cut there.
-    """
-    if isinstance(work.recurrence, LinearRecurrence):  # computed token by token
-        return []
-    queries = 3 if isinstance(work.recurrence, Ssd) else 0
-    writes = [x.detach().flatten(2) for at, x in enumerate(work.tokens) if at != queries]
-    bad = torch.cat([flags for x in writes for flags in (x.isnan(), x.isposinf(), x.isneginf())], -1)
-    stages: dict[int, list[tuple[int, ...]]] = {}
-    for segment, (row, first, end) in enumerate(work.segments.table.tolist()):
-        here = bad[row, first:end]
-        cuts = here[:, here.any(0)].int().argmax(0).unique().tolist()
-        edges = [first, *(first + cut for cut in cuts if cut), end]
-        for stage, part in enumerate(pairwise(edges)):
-            stages.setdefault(stage, []).append((segment, row, *part))
-    return [np.array(stage, dtype=np.int64) for stage in stages.values()]
-
-
 def diagonal_maps(work: ScanWork) -> Tensor:
     """Return M of every segment, for diagonal maps only."""
     recurrence = work.recurrence
@@ -833,16 +810,10 @@ class ReferenceScan(ScanKernel):
         return None if known else f"it does not know the recurrence {work.recurrence.name!r}"
 
     def local(self, work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute in chunks. A NaN or infinite token would reach its whole chunk, so tokens before it are computed
-        separately. Only outputs are checked for it, and only on CPUs: a GPU would have to synchronize.
-        """
         with without_autocast(work):
-            out, after = _compute(work, states)
-            if out.is_cpu and not out.detach().sum(dtype=after.dtype).isfinite():
-                stages = stages_of_segments(work)
-                if len(stages) > 1:
-                    return _compute_in_stages(work, states, stages)
-            return out, after
+            chunked = fold_inputs(work)
+            out, after = chunked.local(states)
+            return unfold_output(out, chunked.table, work), after
 
     def summary(self, work: ScanWork) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), without_autocast(work):
@@ -850,24 +821,6 @@ class ReferenceScan(ScanKernel):
 
     def prepare(self, segments: Segments, shape: Sequence[int], device: torch.device) -> None:
         table_of(segments, shape, device, SHORT)
-
-
-def _compute(work: ScanWork, states: Tensor) -> tuple[Tensor, Tensor]:
-    chunked = fold_inputs(work)
-    out, after = chunked.local(states)
-    return unfold_output(out, chunked.table, work), after
-
-
-def _compute_in_stages(work: ScanWork, states: Tensor, stages: list[Ints]) -> tuple[Tensor, Tensor]:
-    """Do as `_compute`, the parts of a segment one after the other, the first parts of all segments together."""
-    out: Tensor | None = None
-    for stage in stages:
-        which = torch.as_tensor(stage[:, 0])
-        part, after = _compute(replace(work, segments=Segments(stage[:, 1:])), states[which])
-        out = part if out is None else out + part  # zeros outside of its own slots
-        states = states.index_copy(0, which, after)
-    assert out is not None
-    return out, states
 
 
 def without_autocast(work: ScanWork) -> AbstractContextManager[object]:

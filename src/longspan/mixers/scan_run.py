@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from longspan.derivatives import FirstDerivative
 from longspan.device_tables import Copied
 from longspan.layouts.layout import to_device
 from longspan.mixers.scan_reference import ScanKernel, ScanWork, Segments
@@ -423,7 +424,7 @@ class EnteringStates(torch.autograd.Function):
         return None, None
 
 
-class Tail(torch.autograd.Function):
+class Tail(FirstDerivative):
     """Return the output unchanged. Its backward first computes the gradient of leaving states, by the transposed scan.
 
     All tensors of the call are its inputs, so that every rank runs this backward whichever of them require gradients,
@@ -439,7 +440,6 @@ class Tail(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
         scan: ScanContext = ctx.scan
         _, *saved = ctx.saved_tensors

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan import _torch
+from longspan.derivatives import check_derivatives
 from longspan.errors import PlanError
 from longspan.mixers.operators import OperatorCall, number_documents, run_operator
 from longspan.mixers.scan_kernels import OwnRecurrence, PackageScan, choose_scan_kernel, scan_kernel_named
@@ -25,7 +26,7 @@ from longspan.run.program import memory_for
 from longspan.run.relayout import Relayout, moves
 from longspan.run.transports import Loopback, Program
 from longspan.spans import Ints
-from longspan.validate import check_derivatives, check_plain_numbers, check_sharding
+from longspan.validate import check_plain_numbers, check_sharding
 from longspan.versions import VERSION
 
 # -- Checks of tensors against each other and the plan -----------------------------------------------------------------
@@ -68,12 +69,7 @@ def check_tensors(operator: str, tensors: Mapping[str, Any], shapes: Shapes) -> 
             f"heads must be a multiple of key heads, at least 1, but got {sizes['heads']} heads and {key_heads} key"
             f" heads."
         )
-    check_derivatives(**tensors)
-    if not torch.compiler.is_compiling() and _torch.is_batched(*tensors.values()):
-        raise PlanError(
-            "tensors of a recurrence must not be mapped by torch.vmap, but got one that is. Make the mapped dim part of"
-            " the batch dim: x.flatten(0, 1), and out.unflatten(0, (mapped, batch))."
-        )
+    check_derivatives(*tensors.values())
     return sizes
 
 

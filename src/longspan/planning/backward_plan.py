@@ -18,7 +18,7 @@ it, and sends its contributions to gradients just after it, along the path of th
 from __future__ import annotations
 
 from longspan.errors import ScheduleError
-from longspan.planning.steps import GRADIENT, Compute, Piece, Recall, Role, Schedule, Step, Transfer
+from longspan.planning.steps import GRADIENT, Piece, Recall, Role, Schedule, Step, Transfer
 from longspan.spans import Span, as_spans, as_table, subtract, union
 
 
@@ -27,6 +27,8 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
 
     Rank 1 of the example above, forward and backward:
 
+    >>> from longspan.masks import Band
+    >>> from longspan.planning.steps import Compute
     >>> head, first, last = Span(0, 1), (Span(0, 4),), (Span(4, 8),)
     >>> q, kv = Piece(Role.Q, last, head), Piece(Role.KV, last, head)
     >>> fetched = Transfer(0, 1, Piece(Role.KV, first, head), until=1)
@@ -55,13 +57,13 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
         for t in step.transfers:
             if t.piece.role not in GRADIENT:
                 raise ScheduleError(f"{t!r} carries a gradient already: only a forward schedule can be reversed.")
-            gradients = t.piece.gradients()
+            gradient = t.piece.to(GRADIENT[t.piece.role])
             if t.piece.role is Role.OUT:  # its gradient is an input here: used by every compute that is left
-                transfers[last + 1 - i] += [Transfer(t.dst, t.src, g, last + 1, Recall.KEEP) for g in gradients]
+                transfers[last + 1 - i].append(Transfer(t.dst, t.src, gradient, last + 1, Recall.KEEP))
                 continue
             # A piece that arrived late was used late: its gradient starts as early, and travels as long.
             first = last + 1 - i - t.early
-            transfers[first] += [Transfer(t.dst, t.src, g, last + 2 - i, Recall.KEEP, t.early) for g in gradients]
+            transfers[first].append(Transfer(t.dst, t.src, gradient, last + 2 - i, Recall.KEEP, t.early))
             if keep:
                 kept += [t.piece] if t.dst == rank else []
                 continue
@@ -80,11 +82,7 @@ def reverse(steps: tuple[Step, ...], rank: int, *, keep: bool) -> tuple[tuple[St
                 transfers[sent].append(again)
             elif t.recall is Recall.RETURN:
                 transfers[last - i].append(Transfer(t.dst, t.src, t.piece, last + 1 - i, Recall.KEEP))
-    # Computes of a step keep their order, except those in chunks, whose order decides the bits.
-    computes: list[tuple[Compute, ...]] = [()]
-    for step in reversed(steps):
-        is_chunked = any(compute.kv.apart for compute in step.computes)
-        computes.append(step.computes[::-1] if is_chunked else step.computes)
+    computes = [(), *(step.computes for step in reversed(steps))]
     return tuple(Step(tuple(moved), work) for moved, work in zip(transfers, computes, strict=True)), tuple(kept)
 
 

@@ -61,7 +61,7 @@ def received_bytes(steps: tuple[Step, ...], rank: int, sizes: Sizes) -> int:
 # ring of a thousand steps then takes a few arrays instead of a thousand unions.
 
 
-Key = tuple[Span, Span | None, tuple[Span, ...]]
+Key = tuple[Span, Span | None]
 """Heads, batch rows, and the queries that are summed apart."""
 
 
@@ -78,8 +78,6 @@ class Uses:
     cell: Ints
     own: NDArray[np.bool_]
     """Whether the rank holds the entry's cell itself."""
-    num_queries: int
-    """Number of different query spans on the other side."""
     parts: Ints
     """1 for each compute; 2 if bands of it share rows, so that launches of one compute merge."""
     num_bands: int
@@ -154,12 +152,6 @@ class Uses:
         is_all = self.num_rows() == self.num_rows(own=True) == num_own and self.weight(sizes) == num_planes
         return is_all and self.num_bands == 1
 
-    def branching(self) -> int:
-        """Return an upper bound on rows of dK/dV sums that wait for their sibling in the tree of `Chunks`."""
-        if not self.key[2]:
-            return 0
-        return (self.num_queries - 1).bit_length() * int(self._sums(self.tokens).max())
-
     def _sums(self, values: Ints) -> Ints:
         """Return the sum of the values of each compute."""
         sums = np.zeros(len(self.steps), dtype=np.int64)
@@ -168,14 +160,13 @@ class Uses:
 
     def weight(self, sizes: Sizes) -> int:
         """Return heads times batch rows."""
-        heads, rows, _ = self.key
+        heads, rows = self.key
         return len(heads) * (sizes.batch if rows is None else len(rows))
 
 
 def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> list[Uses]:
-    """Return the query or key sides of all computes, by heads, batch rows and queries that are summed apart."""
+    """Return the query or key sides of all computes, by heads and batch rows."""
     sides: dict[Key, list[tuple[int, Piece]]] = {}
-    queries: dict[Key, set[int]] = {}
     parts: dict[Key, list[int]] = {}
     num_bands: Counter[Key] = Counter()
     side = "q" if role is Role.Q else "kv"
@@ -187,7 +178,6 @@ def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> li
             num_bands[_key_of(piece)] += len(bands)
             rows = sum([len(getattr(band, side)) for band in bands]) if len(bands) > 1 else 0
             parts.setdefault(_key_of(piece), []).append(1 + (rows > 0 and rows > piece.num_tokens))
-            queries.setdefault(_key_of(piece), set()).add(compute.q.spans[0].start)
     uses: list[Uses] = []
     for key, pieces in sides.items():
         rows = by_taker(_span_rows([piece for _, piece in pieces]), seq_len)
@@ -199,12 +189,12 @@ def _uses_of(steps: tuple[Step, ...], role: Role, own: Ints, seq_len: int) -> li
         held[join(np.stack((edges, edges + 1), axis=1), own)[0]] = True
         numbers = np.array([number for number, _ in pieces], dtype=np.int64)
         each = np.array(parts[key], dtype=np.int64)
-        uses.append(Uses(key, numbers, edges, rows[at, 2], cell, held[cell], len(queries[key]), each, num_bands[key]))
+        uses.append(Uses(key, numbers, edges, rows[at, 2], cell, held[cell], each, num_bands[key]))
     return uses
 
 
 def _key_of(piece: Piece) -> Key:
-    return piece.heads, piece.batch, piece.apart
+    return piece.heads, piece.batch
 
 
 def _span_rows(pieces: list[Piece]) -> Ints:
@@ -349,9 +339,6 @@ def _add_key_gradients(
         weight = uses.weight(sizes)
         once += uses.merging(len(once)) * (weight * sizes.row_bytes(Role.KV))
         of_row = uses.row_bytes(sizes.row_bytes(Role.KV), sizes.row_bytes(Role.DKV))
-        waiting = uses.branching() * weight * sizes.row_bytes(Role.DKV)
-        change[uses.steps[0]] += waiting
-        change[uses.steps[-1] + 1] -= waiting
         if moved or not uses.is_result(num_own, sizes.kv_heads * sizes.batch, sizes):
             change[uses.steps[0]] += uses.num_bytes(of_row, own=True) * weight
         change[: len(once)] += uses.arriving(len(once), of_row) * weight

@@ -35,7 +35,7 @@ from longspan.masks import bands as bd
 from longspan.masks.work import Pairs
 from longspan.planning.cost import ADDED, BANDS, BYTES, DST, DUE, SRC, STEP, bands_of, launch_table, sides, traffic
 from longspan.planning.steps import Compute, Sizes, Step
-from longspan.spans import Ints, Span, check_int, truncated_repr
+from longspan.spans import Ints, check_int, truncated_repr
 
 Floats = NDArray[np.float64]
 Count = Callable[[Compute], Pairs]
@@ -303,15 +303,8 @@ def _steps_work(
 ) -> list[Work]:
     number = np.array([i for i, step in enumerate(steps) for _ in step.computes], dtype=np.int64)
     computes = [compute for step in steps for compute in step.computes]
-    # Results merge from the second step on, and within a step of chunks whose queries an earlier compute has used.
+    # Results merge from the second step on.
     merges = number > (-1 if later or not len(number) else number[0])
-    again: list[bool] = []
-    for step in steps:
-        used: set[Span] = set()
-        for compute in step.computes:
-            again.append(bool(compute.kv.apart) and not used.isdisjoint(compute.q.spans))
-            used.update(compute.q.spans if compute.kv.apart else ())
-    merges |= np.array(again, dtype=np.bool_)
     pairs = None if pairs_of is None or not computes else np.concatenate([pairs_of(compute) for compute in computes])
     kernels = KernelTable.of(number, sides(computes, sizes), bands_of(computes), machine, pairs)
     messages = _messages(moved[moved[:, SRC] == rank], DST), _messages(moved[moved[:, DST] == rank], SRC)

@@ -139,12 +139,6 @@ class Plan(Handled):
         kept = tuple(self.kept(rank) for rank in ranks) if direction == "backward" else ()
         return Schedule(self.scheme.name, direction, self.layout, self.sizes, steps, kept)
 
-    @property
-    def chunks(self) -> int | None:
-        """Number of chunks that make results bit-equal on any number of ranks; None: no chunks."""
-        cut = self.scheme.problem.chunks
-        return None if cut is None else cut.num
-
     @cached_property
     def imbalance(self) -> float:
         """The busiest rank's pairs over the mean; 1.0 is perfect.
@@ -235,8 +229,7 @@ class Plan(Handled):
     def _digest_tail(self) -> str:
         problem = self.scheme.problem
         parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
-        chunks = "" if self.chunks is None else f" chunks {self.chunks}"
-        return f"{' '.join(parts)} {problem.node} {problem.max_rows} {self.keep}{chunks}"
+        return f"{' '.join(parts)} {problem.node} {problem.max_rows} {self.keep}"
 
     def _digest(self) -> str:
         return hashlib.sha256(f"{self.mask.fingerprint} {self._digest_tail}".encode()).hexdigest()
@@ -253,18 +246,12 @@ class Plan(Handled):
         inside = "internal memory of kernels, which is not known"
         if chosen.workspace_bytes is not None:
             inside = f"{bytes_text(chosen.workspace_bytes)} of kernels and tables"
-        chunks = self.scheme.problem.chunks
         lines = [
             f"plan {self.fingerprint[:12]}: {self.scheme.name}",
             f"  mask       {self.mask}",
             f"  layout     {self.layout}",
             f"  tensors    {heads}, {self.dtype}, batch {sizes.batch}",
             f"  imbalance  {self.imbalance:.3f} ({self.about_imbalance})",
-            *(
-                [f"  chunks     {chunks.num} of {chunks.length}: the same bits on any number of ranks that cuts none"]
-                if chunks
-                else []
-            ),
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  kernel     {self.kernel_assumed}",
@@ -292,7 +279,6 @@ class PlanRequest:
     """Whether the machine is the default."""
     keep: bool = False
     max_rows: int | None = None
-    chunks: int | None = None
 
 
 def build_plan(mask: Mask, request: PlanRequest) -> Plan:
@@ -314,11 +300,9 @@ def keep_few(plans: dict[Any, Any]) -> dict[Any, Any]:
 
 @lru_cache(maxsize=64)
 def _build_plan(key: MaskKey, request: PlanRequest) -> Plan:
-    layout, machine, chunks = request.layout, request.machine, request.chunks
+    layout, machine = request.layout, request.machine
     mask = key.mask.resized(layout.seq_len)
-    problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows, chunks=chunks)
-    # Only one scheme supports chunks: nothing to compare.
-    name = "exchange" if request.scheme == "auto" and chunks is not None else request.scheme
-    is_auto = name == "auto"
-    chosen = choose(problem, machine, keep=request.keep) if is_auto else scheme(name, problem)
+    problem = Problem.make(mask, layout, request.sizes, node=machine.node, max_rows=request.max_rows)
+    is_auto = request.scheme == "auto"
+    chosen = choose(problem, machine, keep=request.keep) if is_auto else scheme(request.scheme, problem)
     return Plan(mask, layout, request.sizes, request.dtype, chosen, machine, request.assumed, request.keep, is_auto)

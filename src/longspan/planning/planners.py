@@ -1,4 +1,4 @@
-"""The planners (ring, exchange, staged, all-gather, chunked, hybrid), their volumes, and schemes by name.
+"""The planners (ring, exchange, staged, all-gather, hybrid), their volumes, and schemes by name.
 
 A planner is a function from a problem and a rank to that rank's steps. `PLANNERS` lists planners by name. `VOLUMES`
 gives in closed form how much every rank receives under a planner; a planner without an entry is summed step by step.
@@ -23,9 +23,9 @@ from longspan.masks.work import block_work, num_pairs
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received_bytes
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
-from longspan.planning.problem import Chunks, Lane, Part, Problem, Queries, cells, cut_to_rows, lanes_of
+from longspan.planning.problem import Lane, Part, Problem, Queries, cells, cut_to_rows, lanes_of
 from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
-from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line, union
+from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line
 
 Planner = Callable[[Problem, int], tuple[Step, ...]]
 
@@ -55,8 +55,6 @@ def ring(problem: Problem, rank: int) -> tuple[Step, ...]:
 
 def exchange(problem: Problem, rank: int) -> tuple[Step, ...]:
     """Return the rank's steps: local pairs first, then those of each stage, while the next stage is in flight."""
-    if problem.chunks is not None:
-        return chunked(problem, problem.chunks, rank)
     return _fetch_steps(problem, rank, problem.needed_fetches, problem.num_stages)
 
 
@@ -95,67 +93,6 @@ def _fetch_steps(
         arrived.append(by_position(np.column_stack((np.concatenate(by_step), number))))
     computes = problem.computes(rank, arrived, num_steps)
     return tuple(Step(tuple(moved), tuple(work)) for moved, work in zip(transfers, computes, strict=True))
-
-
-# -- Chunked: an exchange that computes chunk by chunk, in an order independent of the number of ranks -----------------
-# A query meets the keys of its own chunk first, then those before it, nearest first, then those after it, last first.
-# The first ones are local if neighbouring chunks are on one rank, and are computed while other keys are in flight.
-# Backward uses the reverse order.
-
-
-def chunked(problem: Problem, chunks: Chunks, rank: int) -> tuple[Step, ...]:
-    """Return the rank's steps: pairs that need no remote keys while the rest is in flight, then all others."""
-    transfers: list[Transfer] = []
-    early: list[Compute] = []
-    late: list[Compute] = []
-    for lane, pairs in zip(problem.lanes, problem.chunk_pairs, strict=True):
-        transfers += _chunk_transfers(lane, pairs, chunks, rank)
-        for (q, kv), compute in _chunk_computes(lane, chunks, rank):
-            is_early = kv <= q and chunks.run[kv] == chunks.run[q]
-            (early if is_early else late).append(compute)
-    return Step(tuple(transfers), tuple(early)), Step((), tuple(late))
-
-
-def _chunk_transfers(lane: Lane, pairs: Ints, chunks: Chunks, rank: int) -> list[Transfer]:
-    """Return the rank's transfers: of every chunk of keys the stretch that is needed, separate by the branches of
-    queries that need it. Stretches have no gaps, so that tiles lie in them as they lie in a whole chunk."""
-    q, kv = pairs[:, 0], pairs[:, 1]
-    dst, src = chunks.owner[q], chunks.owner[kv]
-    mine = (src != dst) & ((src == rank) | (dst == rank))
-    needed: dict[tuple[int, int, int], tuple[int, int, set[Span]]] = {}
-    for s, d, j, i, start, stop in zip(*(x[mine].tolist() for x in (src, dst, kv, q, *pairs[:, 2:].T)), strict=True):
-        low, high, branches = needed.get((s, d, j), (start, stop, set[Span]()))
-        needed[s, d, j] = (min(low, start), max(high, stop), branches | {chunks.branch(i)})
-    by_branches: dict[tuple[int, int, tuple[Span, ...]], list[tuple[int, int]]] = {}
-    for (s, d, _), (start, stop, branches) in sorted(needed.items()):
-        by_branches.setdefault((s, d, tuple(sorted(branches))), []).append((start, stop))
-    return [
-        Transfer(s, d, Piece(Role.KV, as_spans(union(np.array(rows))), lane.kv_heads, lane.batch, apart), until=1)
-        for (s, d, apart), rows in by_branches.items()
-    ]
-
-
-def _chunk_computes(lane: Lane, chunks: Chunks, rank: int) -> list[tuple[tuple[int, int], Compute]]:
-    """Return ((query chunk, key chunk), compute) of every pair of chunks and part, in the order of merging."""
-    mine = chunks.rows[chunks.owner == rank]
-    computes: list[tuple[tuple[int, int], Compute]] = []
-    for part in lane.parts:
-        by_pair: dict[tuple[int, int], list[Ints]] = {}
-        for kind, bands in enumerate((part.plane.sure, part.plane.maybe)):
-            cut = bd.tighten(cells(cut_to_rows(bands, mine)[0], chunks.rows))
-            numbers = cut[:, [bd.Q0, bd.K0]] // chunks.length
-            order = np.lexsort((numbers[:, 1], numbers[:, 0]))
-            keys, first = np.unique(numbers[order], axis=0, return_index=True)
-            groups = np.split(cut[order], first[1:]) if len(first) else []
-            for (q, kv), group in zip(keys.tolist(), groups, strict=True):
-                by_pair.setdefault((q, kv), [cut[:0], cut[:0]])[kind] = group
-        for (q, kv), (sure, maybe) in by_pair.items():
-            both = np.concatenate((sure, maybe))
-            rows = Piece(Role.Q, as_spans(union(both[:, :2])), part.q_heads, lane.batch)
-            keys = Piece(Role.KV, as_spans(union(both[:, 2:4])), lane.kv_heads, lane.batch, (chunks.branch(q),))
-            computes.append(((q, kv), Compute(rank, rows, keys, bd.as_bands(sure), bd.as_bands(maybe))))
-    # Reversed, which is backward, this is ascending in queries for the keys of one chunk and one branch.
-    return sorted(computes, key=lambda pair: (pair[0][1] > pair[0][0], -pair[0][1], -pair[0][0]))
 
 
 # -- Hybrid: heads are spread over groups of neighbouring ranks, and another planner works across the groups -----------
@@ -603,7 +540,7 @@ class Scheme:
     def received_bytes(self, direction: str, *, keep: bool) -> Ints:
         """Return the bytes that each rank receives in one pass."""
         sizes = self.problem.sizes
-        if self.inner in VOLUMES and self.problem.chunks is None:
+        if self.inner in VOLUMES:
             return self._volume.received_bytes(sizes, direction, keep=keep)
         num_bytes: list[int] = []
         for rank in range(self.problem.layout.world_size):
@@ -668,12 +605,6 @@ def scheme(name: str, problem: Problem) -> Scheme:
     'hybrid(2,exchange)'
     """
     name = name.replace(" ", "")
-    if problem.chunks is not None and name != "exchange":
-        raise PlanError(
-            f"scheme must be 'exchange' or 'auto' with chunks = {problem.chunks.num}, but got {name!r}. Only an"
-            f" exchange computes in chunks and keeps queries on their rank, with their real output; others add"
-            f" gradients in an order that depends on the number of ranks. Use 'exchange', or plan without chunks."
-        )
     name = scheme_name(name)
     if name in PLANNERS:
         return Scheme(name, problem, 1, PLANNERS[name])

@@ -1,4 +1,4 @@
-"""Problem: the input of a planner. Mask, layout and sizes, resolved into lanes, and chunks if requested.
+"""Problem: the input of a planner. Mask, layout and sizes, resolved into lanes.
 
 A lane is a set of key/value heads (of some batch rows) whose rows travel together. Its parts are the query heads that
 use them, each with one plane of the mask and the query rows that every rank computes. Usually there is one lane with
@@ -23,83 +23,12 @@ from longspan.masks.captures import ByIdentity
 from longspan.masks.work import Pairs, block_work, pairs_in
 from longspan.planning.fetch import STAGES, Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes
-from longspan.spans import LIMIT, Ints, Span, as_spans, by_position, join, union
+from longspan.spans import Ints, Span, as_spans, by_position, join, union
 
 X = TypeVar("X")
 
-# -- Chunks: equal parts of the sequence that no layout may cut --------------------------------------------------------
-# Any number of ranks then computes the same bits. Every kernel call is between the queries of one chunk and the keys of
-# one chunk, and partial results of a query merge in one order of key chunks. Gradients of keys come from queries on
-# several ranks: they are added along a binary tree over query chunks, of which a rank adds whole branches, so that no
-# sum depends on which rank holds which chunk.
-
-
-MAX_CHUNKS = 1 << 10
-"""Plans list pairs of chunks, so there cannot be very many; more is taken for a number of tokens."""
 MAX_TOKENS = 3_000_000_000
 """The pairs of tokens of a mask are counted in 63 bits."""
-
-
-@dataclass(frozen=True, eq=False)
-class Chunks:
-    """A layout's sequence in `num` equal chunks, each whole on one rank.
-
-    >>> from longspan import layouts
-    >>> Chunks.of(layouts.zigzag(64, 2), 8).branches.tolist()
-    [[0, 2], [0, 2], [2, 4], [2, 4], [4, 6], [4, 6], [6, 8], [6, 8]]
-    """
-
-    num: int
-    length: int
-    owner: Ints
-    """The rank that holds each chunk."""
-    run: Ints
-    """A run number per chunk: consecutive chunks on one rank share it."""
-
-    @staticmethod
-    def of(layout: Layout, num: int) -> Chunks:
-        """Return the layout's chunks; raise if it cuts inside of one."""
-        if not layout.seq_len or layout.seq_len % num:
-            more = -(-layout.seq_len // num) * num or num
-            raise PlanError(
-                f"chunks = {num} equal chunks need a sequence length that {num} divides, but {layout} has"
-                f" {layout.seq_len} positions, which leaves {layout.seq_len % num} over. Pad the sequence to {more}, or"
-                f" use a divisor of its length."
-            )
-        length, rows = layout.seq_len // num, layout.by_position
-        inside = rows[rows[:, 0] % length > 0]
-        if len(inside):
-            raise PlanError(
-                f"chunks = {num} means chunks of {length} positions, but {layout} begins a span at"
-                f" {int(inside[0, 0])}, inside of one. Use a layout that is cut only at multiples of {length}"
-                f" (contiguous if {num} is a multiple of the ranks, zigzag if it is a multiple of twice the ranks), or"
-                f" another number of chunks."
-            )
-        at = np.searchsorted(rows[:, 0], np.arange(num, dtype=np.int64) * length, side="right") - 1
-        owner = rows[at, 2]
-        return Chunks(num, length, owner, np.cumsum(np.diff(owner, prepend=owner[:1]) != 0))
-
-    @cached_property
-    def branches(self) -> Ints:
-        """For each chunk, (first, last + 1) of the largest branch of the tree that its rank holds all of."""
-        table = np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])
-        size = 2
-        while size <= self.num:
-            for first in range(0, self.num - size + 1, size):
-                if (self.owner[first : first + size] == self.owner[first]).all():
-                    table[first : first + size] = first, first + size
-            size *= 2
-        return table
-
-    def branch(self, chunk: int) -> Span:
-        """Return the query rows of the chunk's branch, whose contributions to dK/dV are summed on one rank."""
-        first, last = self.branches[chunk].tolist()
-        return Span(first * self.length, last * self.length)
-
-    @cached_property
-    def rows(self) -> Ints:
-        """(start, stop) of every chunk."""
-        return (np.arange(self.num, dtype=np.int64)[:, None] + np.array([0, 1])) * self.length
 
 
 # -- Lanes, parts and the problem --------------------------------------------------------------------------------------
@@ -184,8 +113,6 @@ class Problem:
     """Limit on fetched K/V rows that a rank holds at once in an exchange; None: no limit."""
     stages: int | None = None
     """Stages of an exchange; None: decided by the rows that are needed."""
-    chunks: Chunks | None = None
-    """Chunks in which to compute, so that any number of ranks computes the same bits; None: no chunks."""
     known: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
     """Rows by what they depend on other than the layout. Problems made by `replace`, such as the slices of a hybrid,
     share it. Keys are values or objects, not their `id()`, which differs after pickling."""
@@ -198,7 +125,6 @@ class Problem:
         *,
         node: int | None = None,
         max_rows: int | None = None,
-        chunks: int | None = None,
     ) -> Problem:
         """Return the problem of a mask over a layout; every rank computes the query rows it holds."""
         if layout.seq_len > MAX_TOKENS:
@@ -219,8 +145,7 @@ class Problem:
         # If the ranks do not fill all nodes, some shares would have no port: treat such a group as one level.
         if node is None or not 0 < node < layout.world_size or layout.world_size % node:
             node = layout.world_size
-        cut = None if chunks is None else Chunks.of(layout, chunks)
-        return Problem(layout, sizes, tuple(lanes), node, max_rows, chunks=cut)
+        return Problem(layout, sizes, tuple(lanes), node, max_rows)
 
     def _once(self, lane: Lane, make: Callable[[Lane], X], *more: object) -> X:
         """Return what `make` returns for the lane, computed once for all lanes of the same planes and query rows."""
@@ -300,21 +225,6 @@ class Problem:
         ranks = np.arange(size, dtype=np.int64)
         everything = np.stack((np.zeros_like(ranks), np.full_like(ranks, seq_len), ranks), axis=1)
         return plan_fetch(without(everything, self.layout.table, seq_len), self.layout, self.node, stages=1)
-
-    @cached_property
-    def chunk_pairs(self) -> tuple[Ints, ...]:
-        """For each lane, (query chunk, key chunk, start, stop) with the stretch of keys that the queries attend to."""
-        assert self.chunks is not None
-        tables: list[Ints] = []
-        for lane in self.lanes:
-            rows = self.chunks.rows
-            bands = np.concatenate([bd.tighten(cells(cut_to_rows(p.plane.region, rows)[0], rows)) for p in lane.parts])
-            numbers, group = np.unique(bands[:, [bd.Q0, bd.K0]] // self.chunks.length, axis=0, return_inverse=True)
-            ends = np.tile(np.array([LIMIT, 0], dtype=np.int64), (len(numbers), 1))
-            np.minimum.at(ends[:, 0], group.ravel(), bands[:, bd.K0])
-            np.maximum.at(ends[:, 1], group.ravel(), bands[:, bd.K1])
-            tables.append(np.concatenate((numbers, ends), axis=1))
-        return tuple(tables)
 
     @cached_property
     def work(self) -> NDArray[np.float64]:

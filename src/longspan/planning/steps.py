@@ -8,7 +8,7 @@ the next step on, up to and including step `until`. There are only two instructi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -118,8 +118,6 @@ class Piece:
     spans: tuple[Span, ...]
     heads: Span
     batch: Span | None = None
-    apart: tuple[Span, ...] = ()
-    """KV pieces only: query spans whose dK/dV contributions are summed separately (bit-exact plans). Empty: one sum."""
 
     @property
     def num_tokens(self) -> int:
@@ -132,21 +130,15 @@ class Piece:
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key of the pieces of a message, the same at both ends."""
-        return (self.role, self.heads, self.spans, self.apart)
+        return (self.role, self.heads, self.spans)
 
     def to(self, role: Role) -> Piece:
         """Return the same rows in another role."""
-        return Piece(role, self.spans, self.heads, self.batch, self.apart)
-
-    def gradients(self) -> tuple[Piece, ...]:
-        """Return the gradients that are sent back for the piece: one sum, or one for each span of `apart`."""
-        gradient = self.to(GRADIENT[self.role])
-        return tuple(replace(gradient, apart=(span,)) for span in self.apart) or (gradient,)
+        return Piece(role, self.spans, self.heads, self.batch)
 
     def __repr__(self) -> str:
         batch = "" if self.batch is None else f"b{self.batch}"
-        apart = f"q{','.join(map(repr, self.apart))}" if self.apart else ""
-        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{batch}{apart}"
+        return f"{self.role}[{' '.join(map(repr, self.spans))}]h{self.heads}{batch}"
 
 
 class Moved(Protocol):

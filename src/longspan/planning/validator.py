@@ -122,9 +122,7 @@ def _computes(schedule: Schedule) -> Iterator[Compute]:
 # -- Attention ---------------------------------------------------------------------------------------------------------
 
 
-Term = tuple[int, int, *tuple[Span, ...]]
-"""A board's key, and the queries that are summed apart, if any."""
-Store = dict[tuple[int, Role, Term], Ints]
+Store = dict[tuple[int, Role, Key], Ints]
 
 
 def validate(schedule: Schedule, mask: Mask) -> None:
@@ -138,7 +136,7 @@ class _Proof:
         self.board = Board(schedule)
         self.held: Store = {}
         self.leaving: dict[int, list[tuple[int, Piece]]] = {}  # by the last step of their use
-        self.arriving: dict[int, list[tuple[Transfer, list[tuple[Ints, Term]]]]] = {}  # by the step that waits for them
+        self.arriving: dict[int, list[tuple[Transfer, list[tuple[Ints, Key]]]]] = {}  # by the step that waits for them
         self.sums: Store = {}  # gradient contributions, as sums of the weights of computes
         self.expected: Store = {}
         self.results: Store = {}  # 1: computed here, 2: sent to its owner
@@ -164,7 +162,7 @@ class _Proof:
     def fail(self, rank: int, step: int, problem: str) -> NoReturn:
         _fail(self.schedule, rank, step, problem)
 
-    def _array(self, store: Store, rank: int, role: Role, key: Term) -> Ints:
+    def _array(self, store: Store, rank: int, role: Role, key: Key) -> Ints:
         if (rank, role, key) not in store:
             store[rank, role, key] = np.zeros(self.board.num_cells, dtype=np.int64)
         return store[rank, role, key]
@@ -198,16 +196,13 @@ class _Proof:
         for t, moved in self.arriving.pop(number, []):
             cells, _ = self.board.place(t.piece)
             for values, key in moved:
-                here = self._array(self.sums, t.dst, t.piece.role, key)
-                if t.piece.apart and ((here[cells] != 0) & (values != 0)).any():
-                    self.fail(t.dst, number, f"{t!r} brings a second sum of queries that are one branch.")
-                here[cells] += values
+                self._array(self.sums, t.dst, t.piece.role, key)[cells] += values
             if t.piece.role in (Role.Q, Role.KV, Role.DOUT):
                 if t.until <= number:
                     self.fail(t.dst, number, f"{t!r} may be used only until step {t.until}, before it arrives.")
                 self._hold(t.dst, t.piece, t.until)
 
-    def _send(self, t: Transfer, number: int) -> list[tuple[Ints, Term]]:
+    def _send(self, t: Transfer, number: int) -> list[tuple[Ints, Key]]:
         """Check a transfer at its source, and return the gradient sums that it moves."""
         cells, keys = self.board.place(t.piece)
         role = t.piece.role
@@ -222,8 +217,8 @@ class _Proof:
                     self.fail(t.src, number, f"{t!r} sends results that are not computed here, or sent already.")
                 results[cells] = 2
             return []
-        moved: list[tuple[Ints, Term]] = []
-        for key in ((*key, *t.piece.apart) for key in keys):
+        moved: list[tuple[Ints, Key]] = []
+        for key in keys:
             here = self._array(self.sums, t.src, role, key)
             moved.append((here[cells].copy(), key))
             here[cells] = 0
@@ -239,8 +234,6 @@ class _Proof:
         is_aligned = (q.start, q.stop) == (kv.start * group, kv.stop * group)
         if not is_aligned and not (len(kv) == 1 and kv.start * group <= q.start and q.stop <= kv.stop * group):
             self.fail(rank, number, f"query heads {q} do not use key/value heads {kv} in step.")
-        if c.kv.apart and (len(c.kv.apart) > 1 or not _inside(as_table(c.q.spans), as_table(c.kv.apart)).all()):
-            self.fail(rank, number, f"{c!r} is not of the queries that are summed apart.")
         bands = bd.as_array((*c.bands, *c.maybe))
         for piece, spans in ((c.q, bands[:, :2]), (c.kv, bands[:, 2:4])):
             outside = np.flatnonzero(~_inside(spans, union(as_table(piece.spans))))
@@ -253,7 +246,7 @@ class _Proof:
         for piece in (c.q, c.kv):
             cells, keys = self.board.place(piece)
             for key in keys:
-                self._array(self.sums, rank, GRADIENT[piece.role], (*key, *piece.apart))[cells] += weight
+                self._array(self.sums, rank, GRADIENT[piece.role], key)[cells] += weight
                 self._array(self.expected, 0, GRADIENT[piece.role], key)[cells] += weight
         cells, keys = self.board.place(c.q)
         for key in keys:
@@ -283,7 +276,7 @@ class _Proof:
         for (rank, role, key), sums in self.sums.items():
             if (sums * (1 - self._owned_rows(rank))).any():
                 self.fail(rank, self.schedule.num_steps - 1, f"{role} contributions to other ranks' rows stay here.")
-            self._array(arrived, 0, role, key[:2])[:] += sums
+            self._array(arrived, 0, role, key)[:] += sums
         for (_, role, key), total in self.expected.items():
             if not np.array_equal(self._array(arrived, 0, role, key), total):
                 self.fail(0, self.schedule.num_steps - 1, f"some {role} contributions are lost or counted twice.")

@@ -60,11 +60,6 @@ class Request:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
     """Return the output, or (output, lse) with `return_lse`."""
-    if not torch.compiler.is_compiling() and _torch.is_batched(q, k, v, request.sinks):
-        raise PlanError(
-            "q, k, v and sinks must not be mapped by torch.vmap, but got one that is. Make the mapped dim part of the"
-            " batch dim: q.flatten(0, 1), and out.unflatten(0, (mapped, batch))."
-        )
     if not isinstance(request.plan_or_mask, (Mask, Plan)):
         request.plan_or_mask = _convert_mask(request.plan_or_mask)
     if isinstance(request.scale, Tensor) and request.scale.requires_grad:
@@ -141,7 +136,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
     number = 0 if scoring is None else register_value(scoring)
     handle = request.plan_or_mask.handle  # the tensor by which the operator looks up the mask or plan
     handle = _create_handle(request.plan_or_mask) if handle is None else handle
-    if not torch.compiler.is_compiling() and (mode := _torch.fake_mode_of(q)) is not None:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and (mode := _torch.fake_mode_of(q)) is not None:
         resolve_plan(request.plan_or_mask, q, k, v, ops.rank_and_size(group))  # the operator would check it
         handle = mode.from_tensor(handle)
     tensors, reduce_shared_grads = [*captured, *constants], request.captured_grads == "sum"
@@ -149,11 +145,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
         handle, group, request.kernel, scale, number, reduce_shared_grads, needs_backward, needs_shared_grads,
         request.name, ops.FORM, *score_program,
     )  # fmt: skip
-    run = (
-        ops.attention
-        if torch.compiler.is_compiling()
-        else ops.implementation_of(ops.attention, q, k, v, sinks, *tensors)
-    )
+    run = ops.attention if is_compiling else ops.implementation_of(ops.attention, q, k, v, sinks, *tensors)
     if run is ops.attention:
         out, lse, _ = run(q, k, v, tensors, sinks, *others)
     else:

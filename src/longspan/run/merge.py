@@ -16,13 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from longspan.run.packing import TokenStore
 from longspan.run.recorder import Buffer, Kind, Recorder, Rows, Run
 from longspan.spans import Span
 from longspan.tile import accumulation_dtype
@@ -257,11 +256,6 @@ class Sum(ByRows):
         for tensor, more in zip(state, part, strict=True):
             tensor.add_(more)
 
-    def plus(self, other: Sum) -> None:
-        """Add another sum of the same rows, which must not be used afterwards."""
-        for stretch in other._stretches:
-            self.take(stretch)
-
     def within(self, start: int, stop: int) -> Iterator[Stretch]:
         """Yield what was added to local rows start to stop."""
         for at in range(bisect_right(self._stretches, start, key=_stop_of), len(self._stretches)):
@@ -402,89 +396,3 @@ def are_disjoint(keys: Iterable[Key]) -> bool:
         ):
             return False
     return True
-
-
-# -- Terms: gradients of keys by chunk of queries, added along one tree of chunks --------------------------------------
-# The tree is over chunk numbers: a branch holds 2**n chunks from a multiple of 2**n on, and its sum is that of its two
-# halves; chunks that add nothing are skipped. Addition of two numbers is commutative, so sums are bitwise equal
-# whichever ranks hold the branches (`longspan.planning.problem`).
-
-
-Branch = list[tuple[int, Sum]]
-"""Sums of parts of an incomplete branch, each with the number of one of its chunks, ascending."""
-
-
-class Terms:
-    """Gradients that a rank computed or received for keys, by branches of queries."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._branches: dict[tuple[Key, Span, int], tuple[TokenStore, Branch]] = {}
-
-    def add(self, branch: Span, first_query: int, first_key: int, kv: TokenStore, sums: Sum) -> None:
-        """Add the gradients of a chunk of keys from a chunk of queries, ascending within a branch, or from a whole
-        branch that another rank has summed."""
-        key = ((kv.heads, kv.batch), branch, first_key // self._length)
-        _, parts = self._branches.setdefault(key, (replace(kv, tensors=()), []))
-        push(parts, first_query // self._length, sums)
-
-    def take(self, branch: Span, wanted: TokenStore) -> Iterator[tuple[TokenStore, Sum]]:
-        """Remove and yield the gradients of these keys from queries of a branch."""
-        runs = (wanted.runs[:, :2] + (0, self._length - 1)) // self._length
-        numbers = {number for start, stop in runs.tolist() for number in range(start, stop)}
-        for key in [key for key in self._branches if key[:2] == ((wanted.heads, wanted.batch), branch)]:
-            if key[2] in numbers:
-                rows, parts = self._branches.pop(key)
-                yield rows, total(parts)
-
-    def rest(self) -> Iterator[tuple[Key, list[tuple[int, list[tuple[TokenStore, Sum]]]]]]:
-        """Yield all remaining gradients by heads and batch rows: for each branch, ascending, its sums."""
-        rest: dict[Key, dict[int, list[tuple[TokenStore, Sum]]]] = {}
-        for (key, branch, _), (rows, parts) in self._branches.items():
-            number = branch.start // self._length
-            rest.setdefault(key, {}).setdefault(number, []).append((rows, total(parts)))
-        for key, branches in rest.items():
-            yield key, sorted(branches.items(), key=lambda item: item[0])
-
-
-def push(parts: Branch, number: int, sums: Sum) -> None:
-    """Append the sum of a chunk, or of a branch, and join lower branches that are complete by then.
-
-    >>> import torch
-    >>> from longspan.run.recorder import Recorder
-    >>> recorder, parts = Recorder(), []
-    >>> terms = [recorder.new((1, 1, 1, 1), torch.float32) for _ in range(5)]
-    >>> for number in (0, 1, 2, 4):
-    ...     sums = Sum((terms[number],), torch.float32)
-    ...     sums.add(0, 1, terms[number])
-    ...     push(parts, number, sums)
-    >>> [number for number, _ in parts]
-    [0, 4]
-    >>> for note in recorder.log:  # (0 + 1) + 2 in a new buffer
-    ...     print(note)
-    copy b5[0:1 0:1 0:1] b0[0:1 0:1 0:1]
-    add b5[0:1 0:1 0:1] b1[0:1 0:1 0:1]
-    add b5[0:1 0:1 0:1] b2[0:1 0:1 0:1]
-    """
-    if parts and parts[-1][0] == number:  # other query heads of the same chunk
-        return parts[-1][1].plus(sums)
-    while len(parts) > 1 and height(parts[-2][0], parts[-1][0]) < height(parts[-1][0], number):
-        _join(parts)
-    return parts.append((number, sums))
-
-
-def height(a: int, b: int) -> int:
-    """Return the number of levels of the smallest branch with both chunks."""
-    return (a ^ b).bit_length()
-
-
-def total(parts: Branch) -> Sum:
-    """Return the sum of all parts."""
-    while len(parts) > 1:
-        _join(parts)
-    return parts[0][1]
-
-
-def _join(parts: Branch) -> None:
-    _, last = parts.pop()
-    parts[-1][1].plus(last)

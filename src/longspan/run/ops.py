@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from math import sqrt
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from longspan import _torch
 from longspan._compile import lookup_value, register_value, run_eagerly
+from longspan.derivatives import FirstDerivative, check_derivatives
 from longspan.errors import PlanError
 from longspan.kernels import Features, Kernel, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
@@ -88,36 +88,6 @@ def implementation_of(operator: Any, *tensors: torch.Tensor | None) -> Callable[
 def differentiate(operator: Any, run: Callable[..., Any]) -> None:
     """Register the autograd implementation of an operator."""
     _libraries()[operator.name()].impl(operator, run, "Autograd")
-
-
-def refuse_derivative(operator: Any) -> None:
-    """Make a gradient through the results of an operator raise."""
-
-    @wraps(operator)
-    def run(*args: Any) -> Any:
-        with _torch.below_autograd():
-            results = operator(*args)
-        tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, torch.Tensor)]
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return results
-        return _torch.tree_map(lambda t: NoDoubleBackward.apply(t, *tensors) if t.is_floating_point() else t, results)
-
-    differentiate(operator, run)
-
-
-class NoDoubleBackward(torch.autograd.Function):
-    """Identity whose gradient raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
-        raise PlanError(
-            "Double backward (create_graph=True) through a Longspan operator is not supported. Use first derivatives"
-            " only."
-        )
 
 
 # -- The context that a forward pass leaves for its backward, and its ticket -------------------------------------------
@@ -208,8 +178,6 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
     else:
         scheme, scale = plan.scheme.name + (", keep" if plan.keep else ""), repr(job.scale)
         kernel = full_name(job.kernel.name)
-        if plan.chunks is not None:
-            scheme = f"{scheme}, chunks = {plan.chunks}, threads = {torch.get_num_threads()}"
         if job.scoring is not None:
             captured = [tuple(t.shape) for t in job.scoring.captured]
             scores = f"{len(job.scoring.functions)} of them, captured {captured}, {job.scoring.dropout}"
@@ -291,16 +259,16 @@ def clone_if_aliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> lis
         storages.add(tensor.untyped_storage().data_ptr())
     separate: list[Tensor] = []
     for result in results:
-        result = result.clone() if result.untyped_storage().data_ptr() in storages else result
-        storages.add(result.untyped_storage().data_ptr())
-        separate.append(result)
+        storage = result.untyped_storage().data_ptr()
+        separate.append(result.clone() if storage in storages else result)
+        storages.add(storage)
     return separate
 
 
 def kernel_for(plan: Plan, kernel: str, q: Tensor, k: Tensor, v: Tensor, functions: Scoring | None) -> Kernel:
     """Return the kernel of a call with a plan and score functions."""
     drops = functions is not None and functions.dropout is not None
-    features = Features(not plan.is_structured, functions is not None, drops, plan.chunks is not None)
+    features = Features(not plan.is_structured, functions is not None, drops)
     return kernel_named(choose_kernel(kernel, q, k, v, features, lambda: why_not_inside(plan.mask, functions, q)))
 
 
@@ -342,12 +310,6 @@ def run_forward(
     elif scoring:
         functions = lookup_value(scoring)
     chosen = kernel_for(plan, kernel, q, k, v, functions)
-    if needs_shared_grads and plan.chunks is not None:
-        raise PlanError(
-            f"chunks must be None if sinks or captured tensors of a score function need gradients, but got"
-            f" {plan.chunks}. Their sum over ranks depends on the number of ranks, and chunks promise the same bits"
-            f" on any number. Detach them, or plan without chunks."
-        )
     scale = 1 / sqrt(q.shape[3]) if scale is None else scale
     job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
     plan.mask.refresh_captures()
@@ -361,6 +323,8 @@ def run_forward(
         with on_device(q.device):
             out, lse, kept = run_alone(program)
     out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
+    if not needs_backward:
+        return out, lse, torch.empty(1, dtype=torch.int64)
     saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
     if text:
         job = replace(job, scoring=None)
@@ -489,7 +453,7 @@ NUM_CONSTANTS = 13
 """Index of `num_constants` among the arguments of the operator after `sinks`; PyTorch omits default arguments."""
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(FirstDerivative):
     """The forward operator with the backward operator as its gradient."""
 
     @staticmethod
@@ -519,9 +483,7 @@ class _Attention(torch.autograd.Function):
         sinks = captured.pop() if ctx.has_sinks else None
         if dout is None:
             dout = torch.zeros_like(out)
-        run = attention_backward
-        if not torch.is_grad_enabled():  # with create_graph=True the operator refuses double backward
-            run = implementation_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
+        run = implementation_of(attention_backward, dout, dlse, q, k, v, out, lse, sinks, *captured)
         saved = captured, sinks, out, lse, ticket, kept
         with _torch.below_autograd() if run is not attention_backward else nullcontext():
             *gradients, shared = run(dout, dlse, q, k, v, *saved, ctx.is_traced, ctx.num_constants)
@@ -533,6 +495,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], sinks: Tensor | None, *others: Any, run: Run = attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator, or its implementation, with autograd."""
+    check_derivatives(q, k, v, sinks, *captured)
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if not needs_grad and (captured or sinks is not None):
         needs_grad = any(t.requires_grad for t in _shared_tensors(captured, sinks))
@@ -543,4 +506,3 @@ def attend(
 
 
 differentiate(attention, attend)
-refuse_derivative(attention_backward)

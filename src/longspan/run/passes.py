@@ -16,16 +16,12 @@ from longspan.planning.steps import Compute, Moved, Piece, PlanStep, Role, Sizes
 from longspan.run import fused
 from longspan.run.merge import (
     Accumulator,
-    Branch,
     Key,
     Stretch,
     Sum,
     SumByHeads,
     SumInto,
-    Terms,
     are_disjoint,
-    push,
-    total,
 )
 from longspan.run.packing import Bools, TokenStore, common_rows, have_all
 from longspan.run.recorder import Rows, Run
@@ -174,13 +170,7 @@ class Forward(TensorRun):
         del program, memory
         out, lse = as_dtype(out, self.job.dtype), as_dtype(lse.squeeze(3), accumulation_dtype(self.job.dtype))
         if self.job.sinks is not None:
-            chunks = self.job.plan.scheme.problem.chunks
-            if chunks is None:
-                out, lse = with_sinks(out, lse, self.job.sinks)
-            else:  # chunk by chunk: `logaddexp` rounds the end of a row differently from its vectorized part
-                parts = zip(out.split(chunks.length, 2), lse.split(chunks.length, 2), strict=True)
-                pairs = [with_sinks(part.contiguous(), stat.contiguous(), self.job.sinks) for part, stat in parts]
-                out, lse = (torch.cat(tensors, 2) for tensors in zip(*pairs, strict=True))
+            out, lse = with_sinks(out, lse, self.job.sinks)
         return out, lse, [message.view(-1) for message in kept] if kept else []
 
 
@@ -262,8 +252,6 @@ class BackwardWalk(Walk):
         self.home_q = SumByHeads(self.held[Role.Q][0][1].tensors, heads, batch, wide)
         self.home = SumByHeads(self.mine.tensors, self.mine.heads, batch, wide)
         self.others: list[tuple[TokenStore, Sum]] = []  # gradients of other ranks' keys, until they are sent
-        chunks = job.plan.scheme.problem.chunks
-        self.terms = None if chunks is None else Terms(chunks.length)
 
     def finish(self) -> list[Rows]:
         """Return the gradients of the rank's own q, k and v."""
@@ -273,15 +261,6 @@ class BackwardWalk(Walk):
         for kv, sums in self.others:  # own rows among keys gathered from several owners
             key = (kv.heads, kv.batch)
             self._add(kv, sums, self.mine, self.home.of(key), key)
-        if self.terms is not None:  # gradients of own keys from all branches of queries, complete by now
-            for key, branches in self.terms.rest():
-                parts: Branch = []
-                for number, terms in branches:
-                    sums = Sum(self.mine.part(*key), self.form.wide)
-                    for kv, part in terms:
-                        self._add(kv, part, self.mine, sums, key)
-                    push(parts, number, sums)
-                self.home.of(key).plus(total(parts))
         return [*self.home_q.result(self.form.dtype), *self.home.result(self.form.dtype)]
 
     def compute(self, compute: Compute) -> None:
@@ -289,15 +268,12 @@ class BackwardWalk(Walk):
         kv = self.get(compute.kv)
         grad_out, lse, delta = dout.tensors
         inputs = (*q.tensors, *kv.tensors, grad_out, out, lse, delta)
-        target = self._target(kv) if self.terms is None else Sum(kv.tensors, self.form.wide)
+        target = self._target(kv)
         for group, (tile_dq, tile_dk, tile_dv) in self.launch(compute, inputs, q, kv):
             for start, at, num in packed_runs((tile.q0, tile.rows) for tile in group):
                 dq.add(start, start + num, tile_dq.part(at, at + num))
             for start, at, num in packed_runs((tile.k0, tile.cols) for tile in group):
                 target.add(start, start + num, tile_dk.part(at, at + num), tile_dv.part(at, at + num))
-        if self.terms is not None:
-            firsts = compute.q.spans[0].start, compute.kv.spans[0].start
-            self.terms.add(compute.kv.apart[0], *firsts, kv, target)
 
     def result_shapes(self, group: Group, inputs: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
         (b, h, _, d), (_, g, *_), (*_, e) = (rows.shape for rows in inputs[:3])
@@ -338,8 +314,6 @@ class BackwardWalk(Walk):
             queries = (q for q in self.queries.values() if q[0].has(*key) and have_all(q[0].runs, wanted.runs))
             q, _, _, dq = next(queries)
             return self._send([(q, dq)], wanted, key)
-        if self.terms is not None:
-            return self._send(list(self.terms.take(piece.apart[0], wanted)), wanted, key)
         sources = [(kv, sums) for kv, sums in self.others if (kv.heads, kv.batch) == key]
         self._send(sources, wanted, key)
         for kv, sums in sources:
@@ -376,9 +350,6 @@ class BackwardWalk(Walk):
         sums, key = Sum(rows.tensors, self.form.wide), (rows.heads, rows.batch)
         if piece.role is Role.DKV:
             sums.begin_with(rows.tensors)
-            if self.terms is not None:
-                branch = piece.apart[0]
-                return self.terms.add(branch, branch.start, piece.spans[0].start, rows, sums)
         else:
             sums.add(0, piece.num_tokens, *rows.tensors)
         mine, home = (self.rows, self.home_q) if piece.role is Role.DQ else (self.mine, self.home)
@@ -428,9 +399,6 @@ class Backward(TensorRun):
         """Run; return the gradients of the rank's own q, k and v."""
         dq, *keys = yield from self.run()
         dk, dv = (as_dtype(t, self.job.dtype) for t in keys)
-        if self.job.plan.scheme.problem.chunks is not None:
-            # A message has 0.0 where a branch adds nothing, and -0.0 + 0.0 is 0.0.
-            dk, dv = dk + 0.0, dv + 0.0
         return as_dtype(dq, self.job.dtype), dk, dv
 
     def shared_gradients(self) -> list[Tensor]:

@@ -203,8 +203,11 @@ class Job:
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise PlanError(f"scale must be finite, but got {self.scale}.")
+        if not 0.0 < self.scale < math.inf:
+            raise PlanError(
+                f"scale must be > 0 and finite, but got {self.scale}. For another factor, multiply q by it and pass"
+                f" scale=1.0."
+            )
 
     @property
     def format(self) -> Format:

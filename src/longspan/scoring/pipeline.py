@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
 from longspan._torch import tree_map
-from longspan.errors import KernelError, PlanError
+from longspan.derivatives import check_derivatives
+from longspan.errors import KernelError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
 from longspan.masks.captures import CaptureSnapshot, difference, frozen, tracer_class
 from longspan.masks.functions import Elementwise, check_signature
 from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, accumulation_dtype
-from longspan.validate import check_derivatives
 
 # -- Captured tensors: find them, and give them gradients --------------------------------------------------------------
 # A tensor that a function uses, that needs a gradient and that was not created inside the call is captured, wherever it
@@ -244,11 +244,7 @@ class Scoring:
         known = {id(tensor) for tensor in captured}
         if any(tensor is not None and tensor.requires_grad and id(tensor) not in known for tensor in read):
             captured, used = find()  # the first call computed something that the function keeps, and reads from now on
-        for tensor in used:
-            name = f"a tensor of shape {tuple(tensor.shape)} that changes scores"
-            check_derivatives(**{name: tensor})
-            if _torch.is_batched(tensor):
-                raise PlanError(f"{name} must not be mapped by torch.vmap. Call attention in a loop instead.")
+        check_derivatives(*used)
         check_captured(captured)
         return Scoring(scoring.functions, captured, dropout, reads, score)
 

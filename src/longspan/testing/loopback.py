@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longspan.derivatives import FirstDerivative
 from longspan.kernels import Features, choose_kernel, kernel_named
 from longspan.planning.plan import Plan
 from longspan.run.passes import Backward, Forward, Saved
@@ -53,7 +54,7 @@ def run_loopback(
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured
     has_dropout = scoring is not None and scoring.dropout is not None
-    features = Features(not plan.mask.is_structured, scoring is not None, has_dropout, plan.chunks is not None)
+    features = Features(not plan.mask.is_structured, scoring is not None, has_dropout)
     chosen = kernel_named(choose_kernel(kernel, q, k, v, features))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     ranks = range(layout.world_size)
@@ -91,7 +92,7 @@ def loopback_attention(
     return _Loopback.apply(plan, settings, q, k, v, *captured)  # type: ignore[return-value]
 
 
-class _Loopback(torch.autograd.Function):
+class _Loopback(FirstDerivative):
     @staticmethod
     def forward(
         ctx: Any, plan: Plan, settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor

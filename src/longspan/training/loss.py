@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.derivatives import FirstDerivative
 from longspan.spans import truncated_repr
 from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, check_gradients, process_group
@@ -31,9 +32,8 @@ from longspan.training.loss_without_logits import (
     head_of,
     logits_of,
     memory_for,
-    refuse_double_backward,
 )
-from longspan.validate import Group, check_derivatives, is_number
+from longspan.validate import Group, is_number
 
 
 def token_loss(
@@ -81,7 +81,7 @@ def token_loss(
     if head is None:
         share = _share_of_logits(values, flat, ignore_index, terms)
     else:
-        share = _share_of_hidden(values, flat, head_of(head), ignore_index, terms)
+        share = _share_of_hidden(values, labels, head_of(head), ignore_index, terms)
     sums = torch.stack((share.detach().double(), (flat != ignore_index).sum().double()))
     size = 1
     if group is not None:
@@ -122,7 +122,7 @@ def token_logprobs(
     [[-0.288, 0.0], [0.562, 0.0]]
     """
     _check_tensors("token_logprobs", values, labels, head)
-    call = call_of(values, labels.reshape(-1).long(), None if head is None else head_of(head), ignore_index)
+    call = call_of(values, labels, None if head is None else head_of(head), ignore_index)
     logprobs, entropies = PerToken.apply(*call.inputs, call.work)  # type: ignore[misc]
     return TokenLogprobs(logprobs.view(labels.shape), entropies.view(labels.shape))
 
@@ -180,7 +180,7 @@ def _share_of_hidden(values: Tensor, labels: Tensor, head: Head, ignore_index: i
     return SlabLoss.apply(*call.inputs, call, terms, wanted)  # type: ignore[return-value]
 
 
-class SlabLoss(torch.autograd.Function):
+class SlabLoss(FirstDerivative):
     """The sum of tokens' losses. Gradients are computed in forward, while a slab's logits exist, and multiplied by the
     incoming gradient in backward."""
 
@@ -205,7 +205,6 @@ class SlabLoss(torch.autograd.Function):
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
-    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ready, ctx.ready = ctx.ready, None
         if ready is None:  # a second time, under retain_graph
@@ -215,7 +214,7 @@ class SlabLoss(torch.autograd.Function):
         return *(None if x is None else x.mul_(grads[0]) for x in ready), None, None, None
 
 
-class PerToken(torch.autograd.Function):
+class PerToken(FirstDerivative):
     """Log-probabilities and entropies, one for every token; logits are recomputed in backward."""
 
     @staticmethod
@@ -237,7 +236,6 @@ class PerToken(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, lses, entropies = ctx.saved_tensors
         work: SlabWork = ctx.work
@@ -315,7 +313,6 @@ def _check_tensors(caller: str, values: Any, labels: Any, head: Any) -> None:
             raise BatchError(f"{word} must be a tensor, but got {type(value).__name__}. Convert it first.")
         if isinstance(value, DTensor):
             raise BatchError(f"{caller} takes plain tensors, but {word} are a DTensor. Pass their full_tensor().")
-    check_derivatives(values=values)
     if not values.is_floating_point():
         raise BatchError(f"{name} must be floating-point, but have dtype {values.dtype}. Cast them.")
     if labels.dtype not in (torch.int64, torch.uint8):

@@ -8,10 +8,8 @@ tensor parallelism. All of its ranks hold the same tokens.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,59 +18,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan._torch import hooks_of, version
+from longspan.derivatives import FirstDerivative
 from longspan.layouts.layout import to_device
 from longspan.run.simulated import SimulatedRank
 from longspan.spans import truncated_repr
 from longspan.tile import accumulation_dtype
 from longspan.training.groups import BatchError, all_summed, process_group
-from longspan.validate import Group, as_autocast, check_derivatives, is_number
+from longspan.validate import Group, as_autocast, is_number
 
 # -- Labels on the host ------------------------------------------------------------------------------------------------
 # The number of labels decides sizes, which the host must know before it can continue. Reading labels from a device when
 # the loss is computed would wait for all queued work, including the model's forward. Code that has the labels earlier
-# starts a copy then (`start_copy`), and the loss finds it done.
-
-
-class _Copy(NamedTuple):
-    labels: Tensor
-    """Kept, so that its memory is not reused for other labels."""
-    version: int
-    host: Tensor
-    event: Any
-
-    def is_of(self, labels: Tensor) -> bool:
-        """Whether these are the same labels, unchanged, in any shape."""
-        mine = self.labels
-        return (
-            (labels.data_ptr(), labels.numel(), labels.dtype) == (mine.data_ptr(), mine.numel(), mine.dtype)
-            and labels.is_contiguous()
-            and version(labels) == self.version
-        )
-
-
-_copies: deque[_Copy] = deque(maxlen=4)
+# starts a copy then, which stays with the tensor.
 
 
 def start_copy(labels: Tensor) -> None:
     """Begin to copy labels to the host, unless they are there or compiled code is traced."""
-    if labels.device.type in ("cpu", "meta") or not labels.is_contiguous() or torch.compiler.is_compiling():
+    if labels.device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return
-    host = torch.empty(labels.numel(), dtype=labels.dtype, pin_memory=True)
-    host.copy_(labels.detach().view(-1), non_blocking=True)
+    host = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
+    host.copy_(labels.detach(), non_blocking=True)
     event = torch.accelerator.current_stream(labels.device).record_event()
-    _copies.append(_Copy(labels.detach(), version(labels), host, event))
+    vars(labels)["_longspan_host"] = version(labels), host, event
 
 
 def labels_on_host(labels: Tensor) -> Tensor:
-    """Return flat labels as a CPU tensor. Waits for the device only if no copy of them was started before."""
-    if labels.device.type == "cpu":
-        return labels
-    for copy in reversed(_copies):
-        if copy.is_of(labels):
-            if not copy.event.query():
-                copy.event.synchronize()
-            return copy.host
-    return labels.cpu()
+    """Return labels as a flat CPU tensor. Waits for the device only if no copy of these values was started before."""
+    copied, host, event = vars(labels).get("_longspan_host", (None, labels, None))
+    if copied != version(labels):
+        return labels.cpu().flatten()
+    if not event.query():
+        event.synchronize()
+    return host.flatten()
 
 
 # -- Log-probabilities of labels and their gradients, slab by slab -----------------------------------------------------
@@ -465,10 +442,8 @@ class HeadCall(NamedTuple):
 
 
 def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int) -> HeadCall:
-    """Prepare hidden states (or logits, without a head) and flat labels for slabs; tokens without a label are left
-    out."""
+    """Prepare hidden states (or logits, without a head) and labels for slabs; tokens without a label are left out."""
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
-    check_derivatives(values=values, weight=weight, bias=bias)
     if head is not None:  # as nn.Linear under autocast
         values, weight = as_autocast(values), as_autocast(head.weight)
         bias = None if bias is None else as_autocast(bias)
@@ -484,7 +459,7 @@ def call_of(values: Tensor, labels: Tensor, head: Head | None, ignore_index: int
                 f" {weight.device}. Cast one of them, or call under torch.autocast, which casts both as it does"
                 f" for nn.Linear."
             )
-    known = labels_on_host(labels)
+    known, labels = labels_on_host(labels).long(), labels.reshape(-1).long()
     kept = known != ignore_index
     places = None if bool(kept.all()) else to_device(kept.nonzero().squeeze(1), labels.device)
     real = labels.clone() if places is None else labels.index_select(0, places)
@@ -524,42 +499,6 @@ def _sizes(local: int, labels: Tensor, group: dist.ProcessGroup) -> list[int]:
     return sizes
 
 
-# -- Gradients without double backward ---------------------------------------------------------------------------------
-
-
-def refuse_double_backward(
-    backward: Callable[..., tuple[Tensor | None, ...]],
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Make double backward of a backward function raise. PyTorch's once_differentiable checks only whether the incoming
-    gradient requires gradients, not the inputs: a gradient penalty would be dropped silently."""
-
-    @wraps(backward)
-    def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
-        sources = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
-        return tuple(None if x is None else NoDoubleBackward.apply(x, *sources) for x in results)  # type: ignore[misc]
-
-    return wrapper
-
-
-class NoDoubleBackward(torch.autograd.Function):
-    """Return a gradient unchanged; its own backward raises."""
-
-    @staticmethod
-    def forward(_ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        raise BatchError(
-            "Double backward (create_graph=True) is not supported by token_logprobs, token_loss with head= and"
-            " per_token over ranks. For a loss, compute logits, and call token_loss without head."
-        )
-
-
 # -- Tensors that all ranks hold, and of which each computes its share of the gradient ---------------------------------
 
 
@@ -572,7 +511,7 @@ def sum_gradients(x: Tensor, group: Any, caller: str, factor: int = 1) -> Tensor
     return SumGradients.apply(x, group, factor)  # type: ignore[return-value]
 
 
-class SumGradients(torch.autograd.Function):
+class SumGradients(FirstDerivative):
     """`sum_gradients` over a process group."""
 
     @staticmethod
@@ -581,13 +520,12 @@ class SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = grads[0].to(accumulation_dtype(grads[0].dtype), copy=True, memory_format=torch.contiguous_format)
         return all_summed(total, ctx.group).div_(ctx.factor).to(grads[0].dtype), None, None
 
 
-class SumHere(torch.autograd.Function):
+class SumHere(FirstDerivative):
     """`sum_gradients` over simulated ranks: takes and returns the tensors of all ranks."""
 
     @staticmethod
@@ -596,7 +534,6 @@ class SumHere(torch.autograd.Function):
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    @refuse_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = torch.stack(grads).sum(0, dtype=accumulation_dtype(grads[0].dtype)).div_(ctx.factor)
         return None, *(total.to(grad.dtype) for grad in grads)

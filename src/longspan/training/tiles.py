@@ -8,7 +8,7 @@ rows exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _MLPS = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
-_PROBE = 67
-"""Tokens for which a module is compared with itself on two parts of them; a prime, so that no stride fits into it."""
 
 
 def tile(model: nn.Module, chunks: int = 8, modules: Iterable[nn.Module] | None = None) -> list[str]:
     """Run MLPs and norms over `chunks` runs of tokens, each computed again in backward.
 
     Call it before `fully_shard` and `torch.compile`. Output and gradients of inputs are those of the whole module;
-    gradients of parameters are sums over tokens in another order. A module that mixes tokens is refused when it first
-    runs, in `eval()` and in `train()`, as are routers whose losses need all tokens at once.
+    gradients of parameters are sums over tokens in another order. The modules must treat each token separately, and
+    must not change buffers, attributes or their input: they run tile by tile, and again in backward. So leave out
+    norms over tokens (`GroupNorm`) and routers whose losses need all tokens at once.
 
     Args:
         model: the model; its modules are changed in place.
@@ -95,8 +94,6 @@ def _forward(module: nn.Module, chunks: int, name: str, config: Any, *args: Any,
         )
     hidden = args[0]
     dim = hidden.ndim - 2 if hidden.ndim < 4 else 1
-    if getattr(module, "_longspan_checked", (0, 0))[module.training] < min(hidden.shape[dim], _PROBE):
-        _check_tokens(module, forward, name, hidden, dim)
     # With several batch rows a piece has gaps, but modules of transformers `view` their input.
     pieces = [piece.contiguous() for piece in hidden.chunk(chunks, dim=dim)]
     if torch.is_grad_enabled():
@@ -114,92 +111,3 @@ def _join(outputs: list[Any], pieces: list[Tensor], dim: int) -> Any:
         return torch.cat(outputs, dim=dim)
     rows = [out.unflatten(0, lead) for out, lead in zip(outputs, leads, strict=True)]
     return torch.cat(rows, dim=dim).flatten(0, dim)
-
-
-def _check_tokens(module: nn.Module, forward: Callable[[Tensor], Any], name: str, hidden: Tensor, dim: int) -> None:
-    """Raise if the module computes other rows for a few tokens than for two parts of them, or changes its buffers, its
-    input or tensors in its attributes, since tiles run one after another, and twice.
-
-    `_longspan_checked` has the numbers of tokens that were checked in `eval()` and in `train()`, where dropout and
-    batch norms differ; a first call may have few tokens. A check in `train()` also counts for `eval()`.
-    """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{name} ({type(module).__name__}) must run once before it is compiled, to check that it treats each token"
-            f" separately. Call the model once, in train() if it is trained, on {_PROBE} tokens or more, before"
-            f" torch.compile."
-        )
-    if hidden.shape[dim] < 2 or not hidden.numel():
-        return  # checked by a later call
-    buffers = dict(module.named_buffers())
-    before = {key: buffer.clone() for key, buffer in buffers.items()}
-    with torch.no_grad():
-        few = hidden.detach().narrow(dim, 0, min(_PROBE, hidden.shape[dim])).contiguous()
-        sizes = [few.shape[dim] // 2, few.shape[dim] - few.shape[dim] // 2]
-        parts = [part.clone(memory_format=torch.contiguous_format) for part in few.split(sizes, dim=dim)]
-        probe = few.clone()
-        whole, attributes = forward(probe), [*_attributes(module)]  # what is cached in a first call may stay
-        halves, others = [forward(part) for part in parts], [*_attributes(module)]
-        changed = [key for key, old in before.items() if _differs(buffers[key], old)]
-        for key, buffer in buffers.items():
-            buffer.copy_(before[key])
-    if _differs(probe, few):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) must not change its input in place to be tiled. Leave it out: pass"
-            f" modules= to tile."
-        )
-    if len(attributes) != len(others) or any(x is not y for x, y in zip(attributes, others, strict=True)):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) must not keep tensors of a call in attributes to be tiled, such as a"
-            f" loss of a router, since each tile replaces those of the tile before. Leave it out: pass modules= to"
-            f" tile."
-        )
-    if changed:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) must not change its buffers to be tiled, since each tile runs twice, but"
-            f" it changes {changed[0]!r}. Leave it out: pass modules= to tile."
-        )
-    outs = whole if isinstance(whole, tuple) else (whole,)
-    lead = few.shape[: dim + 1]
-    for out in outs:
-        if not isinstance(out, Tensor) or (out.shape[: dim + 1] != lead and out.shape[:1] != (lead.numel(),)):
-            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise TypeError(
-                f"{name} ({type(module).__name__}) must return tensors with a row for each token to be tiled, but got"
-                f" {got} for {tuple(few.shape)}. Leave it out: pass modules= to tile."
-            )
-    joined = _join(halves, parts, dim)
-    for out, other in zip(outs, joined if isinstance(joined, tuple) else (joined,), strict=True):
-        # Products of fewer rows may be summed in another order: far less than what another token's row would change.
-        bar = out.abs().amax() * max(4 * torch.finfo(out.dtype).eps, 1e-4)
-        if not bool(((other - out).abs() <= bar).all()):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) must treat each token separately to be tiled, but it computes other"
-                f" rows for {few.shape[dim]} tokens than for two parts of them. Leave it out: pass modules= to tile."
-            )
-    if _differs(few, few.narrow(dim, 0, 1).expand_as(few)):  # equal tokens show nothing, such as padding
-        size, in_training = few.shape[dim], getattr(module, "_longspan_checked", (0, 0))[1]
-        vars(module)["_longspan_checked"] = (size, size if module.training else in_training)
-
-
-def _differs(new: Tensor, old: Tensor) -> bool:
-    """Return whether there are other values than before; NaN stays NaN."""
-    return bool(((new != old) & (new == new)).any())
-
-
-def _attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Yield tensors that are attributes or buffers of a module and its submodules, also those in lists and dicts."""
-    pending = [
-        value
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if key not in ("_parameters", "_modules")
-    ]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple):
-            pending += value

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from longspan.derivatives import FirstDerivative, check_derivatives
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.masks.document_rows import Documents
@@ -27,7 +27,7 @@ from longspan.training.groups import (
     process_group,
 )
 from longspan.training.loss_without_logits import sum_gradients
-from longspan.validate import Group, check_derivatives, check_sharding
+from longspan.validate import Group, check_sharding
 
 # -- Per-token tensors that are not inputs of the model ----------------------------------------------------------------
 # Examples are advantages, log-probabilities of other models, and values. They are sharded as the batch was, and
@@ -121,9 +121,8 @@ def gather_tokens(values: Tensor, like: Like, group: Group, dim: int = -1, *, gr
     return Gathered.apply(values, layout, members, dim % values.ndim, factor)  # type: ignore[return-value]
 
 
-class Gathered(torch.autograd.Function):
-    """Gather whole sequences; each rank gets the gradient of its own tokens. Double backward is not supported: it would
-    need tensors of other ranks."""
+class Gathered(FirstDerivative):
+    """Gather whole sequences; each rank gets the gradient of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int, factor: int) -> Tensor:
@@ -133,7 +132,6 @@ class Gathered(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, rank, dim, factor = ctx.back
         return layout.shard(grads[0], rank, dim) * factor, None, None, None, None
@@ -142,7 +140,7 @@ class Gathered(torch.autograd.Function):
 def group_and_layout(values: Any, like: Any, group: Group, dim: int, caller: str) -> tuple[dist.ProcessGroup, Layout]:
     """Return the group and the layout of a rank's part, after checking that they fit."""
     layout = cut_of(like, caller).layout
-    check_derivatives(values=values)
+    check_derivatives(values)
     members = process_group(group, caller)
     check_size(layout, members, caller)
     rank = members.rank()
@@ -210,7 +208,6 @@ def relayout(x_local: Tensor, source: Layout, target: Layout, group: Group, dim:
     """
     for layout in (source, target):
         check_layout(layout, "relayout")
-    check_derivatives(x_local=x_local)
     members = process_group(group, "relayout")
     if (source.seq_len, source.world_size) != (target.seq_len, target.world_size):
         raise BatchError(f"relayout from {source} to {target}: both must be of one sequence on the same ranks.")
@@ -329,7 +326,6 @@ def per_token(
     if not isinstance(numbers, Tensor) or numbers.ndim != 1:
         got = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
         raise BatchError(f"numbers must be a tensor with one number per sequence, of one dim, but got {got}.")
-    check_derivatives(numbers=numbers)
     factor = share_factor(gradients, members, "per_token", numbers)
     rank = 0 if members is None else members.rank()
     index, _ = _index(cut, rank, _rows(cut, len(numbers)))
@@ -339,7 +335,7 @@ def per_token(
     return torch.cat((tokens, padding), dim=1)
 
 
-class Summed(torch.autograd.Function):
+class Summed(FirstDerivative):
     """Sum over ranks. Every rank computes the same loss from it, so each rank's part has the gradient of that loss."""
 
     @staticmethod
@@ -348,7 +344,6 @@ class Summed(torch.autograd.Function):
         return x.clone() if group is None else all_summed(x.clone(), group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grads[0] * ctx.factor, None, None
 
@@ -382,7 +377,6 @@ def _check_values(values: Any, mask: Any, cut: BatchCut, rank: int, reduce: str)
             f"per_sequence takes one number per token, (batch, tokens) or (tokens,), but the tensor has shape"
             f" {tuple(values.shape)}."
         )
-    check_derivatives(values=values)
     cut.layout._check_size(values, -1, cut.layout.num_slots(rank), f"the shard of rank {rank}")
     check_sharding(cut.layout, values.ndim - 1, values=values)
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != values.shape):
