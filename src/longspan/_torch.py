@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._pytree import tree_leaves as tree_leaves  # of nested arguments
 from torch.utils._pytree import tree_map as tree_map  # a function applied to every leaf of nested arguments
 
+from longspan._compile import assume_constant
 from longspan.versions import minor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # -- Operators, versions, groups and stores ----------------------------------------------------------------------------
 
@@ -63,6 +67,11 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 def version(tensor: Tensor) -> int:
     """Return the version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def sparse_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that a sparse tensor of two dims lists, some twice, and their values."""
+    return gradient._indices()[0], gradient._values()
 
 
 def find_transformed(tensors: Mapping[str, Any]) -> tuple[str, bool] | None:
@@ -509,6 +518,12 @@ def is_batched(*tensors: Any) -> bool:
     return any(torch._C._functorch.is_batchedtensor(t) for t in tensors if isinstance(t, Tensor))  # type: ignore[attr-defined]
 
 
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor. The module takes half a second to load, and without it there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def fake_mode_of(tensor: Tensor) -> Any:
     """Return the mode of a fake tensor, if it does not mix with tensors that have contents; else None."""
     mode = getattr(tensor, "fake_mode", None)
@@ -537,12 +552,7 @@ def _tracer() -> Any:
         return None
 
 
-def is_from_compiler(error: Exception) -> bool:
-    """Return whether an error was raised by PyTorch's compiler, which `torch.cond` uses in eager calls too."""
-    return type(error).__module__ == "torch._dynamo.exc"
-
-
-@torch.compiler.assume_constant_result
+@assume_constant
 def higher_order_calls() -> int:
     """Count higher-order calls (`autograd.Function`, `torch.cond`) of the graph that is being traced; 0 without one.
     Torch-function modes do not see them."""
@@ -551,7 +561,7 @@ def higher_order_calls() -> int:
     return sum(isinstance(node.target, torch._ops.HigherOrderOperator) for node in nodes)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def inside_of_call() -> bool:
     """Return whether a function argument of a higher-order call is being traced, as in checkpointing."""
     tracer = _tracer()

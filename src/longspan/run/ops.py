@@ -23,7 +23,6 @@ from longspan._compile import lookup_value, register_value, run_eagerly
 from longspan.errors import PlanError
 from longspan.kernels import Features, Kernel, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
-from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
 from longspan.run.group import Call, Safety, members_of, report_errors, safety
@@ -159,8 +158,6 @@ class ForwardContext:
     """Number of the call over the group; 0 without a group."""
     name: str
     reduce_shared_grads: bool
-    reads: tuple[CaptureSnapshot, ...]
-    """Values that functions of the mask read."""
     kept: ref[SavedRemoteKV]
     scores: ScoreProgram = EMPTY_SCORE_PROGRAM
 
@@ -371,7 +368,7 @@ def run_forward(
             )
         scale = 1 / sqrt(q.shape[3]) if scale is None else scale
         job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
-        plan.mask.refresh_captures()
+        plan.mask.check_unchanged()
         program = Forward(job, q, k, v, captured).program(saves=needs_backward)
         number = 0
         if group:
@@ -383,11 +380,11 @@ def run_forward(
             with on_device(q.device):
                 out, lse, kept = run_alone(program)
         out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
-        saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
+        saved = SavedRemoteKV(kept)
         if text:
             job = replace(job, scoring=None)
         job = job if job.sinks is None else replace(job, sinks=None)
-        context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
+        context = ForwardContext(job, group, number, name, reduce_shared_grads, ref(saved), scores)
         return out, lse, create_ticket(context, saved)
 
 
@@ -402,7 +399,7 @@ def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backwar
         )
     )  # fmt: skip
     chosen = kernel_for(plan, kernel, q, k, v, None)
-    plan.mask.refresh_captures()
+    plan.mask.check_unchanged()
     prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
 
 
@@ -454,11 +451,7 @@ def run_backward(
     captured, constants = _split_constants(captured, num_constants)
     kept = kept or forward.kept() or []
     with report_errors_in(forward.group):
-        # Functions of masks and scores are called again: raise if they would not read what the forward read.
-        if forward.job.scoring is not None:
-            forward.job.scoring.check_unchanged()
-        if forward.reads:
-            forward.job.plan.mask.check_captures(forward.reads)
+        forward.job.plan.mask.check_unchanged()
         job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
         if forward.scores.text:
             job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))
