@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
+from torch._functorch.vmap import lazy_load_decompositions
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
@@ -509,6 +510,37 @@ def is_unobserved(tensors: Sequence[Tensor | None]) -> bool:
         if not _known[number]:
             return False
     return True
+
+
+def map_pairs(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Call a function of tensors without dims on tensors that broadcast: `torch.vmap` over every dim.
+
+    All have the same number of dims. `torch.vmap` itself takes 0.1 ms of host time for each.
+
+    >>> q = torch.arange(4)
+    >>> map_pairs(lambda q, kv: torch.stack((q >= kv, kv == 1)).any(0), q[:, None], q[None]).int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    functorch, shape = torch._C._functorch, torch.broadcast_shapes(*(x.shape for x in arguments))  # type: ignore[attr-defined]
+    mapped = [[dim for dim, size in enumerate(shape) if x.shape[dim] == size] for x in arguments]
+    tensors = [x.reshape([shape[dim] for dim in dims]) for x, dims in zip(arguments, mapped, strict=True)]
+    levels: list[int] = []
+    lazy_load_decompositions()
+    try:
+        for size in shape:
+            levels.append(functorch._vmap_increment_nesting(size, "error"))
+        for i, dims in enumerate(mapped):
+            for dim in dims:
+                tensors[i] = functorch._add_batch_dim(tensors[i], 0, levels[dim])
+        result = function(*tensors)
+        for size in reversed(shape):
+            result = functorch._remove_batch_dim(result, levels[-1], size, 0)
+            functorch._vmap_decrement_nesting()
+            levels.pop()
+        return result
+    finally:
+        for _ in levels:
+            functorch._vmap_decrement_nesting()
 
 
 def is_batched(*tensors: Any) -> bool:

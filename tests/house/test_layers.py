@@ -21,10 +21,10 @@ LAYERS = {
     "versions": 0,
     "_compile": 0,
     "spans": 0,
+    "_torch": 0,  # mask functions load it when they are called
     "masks": 1,
     "layouts": 2,
     "planning": 3,
-    "_torch": 4,
     "device_tables": 4,
     "tile": 4,
     "watch": 5,
@@ -51,7 +51,7 @@ LAYERS = {
     "__main__": 16,
     "__init__": 17,
 }
-PURE = {name for name, layer in LAYERS.items() if layer <= 3}
+PURE = {name for name, layer in LAYERS.items() if layer <= 3} - {"_torch"}
 
 
 def modules():

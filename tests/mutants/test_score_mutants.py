@@ -197,8 +197,8 @@ def soft_cap_comes_last(patch):
     """The soft cap is applied after everything else."""
     of = scores.Scoring.of
 
-    def turned(functions, *rest):
-        return of([*functions[1:], *functions[:1]], *rest)
+    def turned(functions, *rest, **more):
+        return of([*functions[1:], *functions[:1]], *rest, **more)
 
     patch.setattr(scores.Scoring, "of", staticmethod(turned))
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
@@ -288,6 +288,8 @@ class Function:
     def allows(self, q: Ints, kv: Ints) -> Bools:
         import torch
 
+        from longspan import _torch
+
         shape = np.broadcast_shapes(q.shape, kv.shape)
         if 0 in shape:
             return np.zeros(shape, dtype=np.bool_)
@@ -296,16 +298,11 @@ class Function:
         reader.check_unchanged()
         b, h = reader.indices(self.row, self.head)
 
-        def decide(q_idx: Any, kv_idx: Any) -> Any:
-            return reader.call(b, h, q_idx, kv_idx)
-
-        if len(shape) == 2 and q.shape == (shape[0], 1) and kv.shape == (1, shape[1]):  # rows by columns
-            many = torch.vmap(torch.vmap(decide, in_dims=(None, 0)), in_dims=(0, None))
-        else:
-            many, (q, kv) = torch.vmap(decide), np.broadcast_arrays(q, kv)
+        padded = (x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (q, kv))
+        positions = (torch.tensor(x, device=reader.device) for x in padded)
         with explained("mask_mod"):
-            answer = many(*(torch.tensor(positions.ravel(), device=reader.device) for positions in (q, kv)))
-        return answer.cpu().numpy().reshape(shape)
+            answer = _torch.map_pairs(partial(reader.call, b, h), *positions)
+        return answer.cpu().numpy()
 
     def key(self) -> str:
         """Return a digest of the code, the batch row, the head, and the contents of integer and boolean tensors that

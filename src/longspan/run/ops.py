@@ -212,7 +212,7 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
         if job.sinks is not None:
             sinks = f"{tuple(job.sinks.shape)}"
     gradients = "not wanted" if sums is None else "sum" if sums else "share"
-    fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
+    fingerprint = plan.fingerprint[: WIDTH - 1]
     name = repr(name) if name else "none"
     fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, str(safety.checked), name
     records = _records.setdefault(plan, {})

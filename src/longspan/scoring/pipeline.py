@@ -220,15 +220,13 @@ class Scoring:
         """Build the scoring of functions in order; None if there is nothing to do."""
         if not functions and dropout is None:
             return None
+        # One pair, with one dim: a GPU's index without dims would be fetched.
         score = torch.zeros(1, dtype=accumulation_dtype(like.dtype), device=like.device)
-        # Of one dim: a GPU's index without dims would be fetched.
         index = torch.zeros(1, dtype=torch.int64, device=like.device)
         scoring, used = Scoring(tuple(functions), (), dropout, (), score, is_mapped), list[Tensor]()
         for _ in range(2):
             recorder = recorder_class()()
-            call = partial(scoring.apply, call=recorder.run)
-            with explained("score_mod"):
-                (torch.vmap(call) if is_mapped else call)(score, index, index, index, index)
+            scoring.on_tile(score, (index,) * 4, recorder.run)
             used = recorder.tensors
             if not any(tensor.requires_grad for tensor in used):
                 break  # else again: the first call may have computed what the function keeps, and reads from now on
@@ -243,17 +241,13 @@ class Scoring:
         return replace(scoring, captured=captured, constants=constants)
 
     def on_tile(self, score: Tensor, index: Index, call: Call = call_plainly) -> Tensor:
-        """Return the scores of a tile after every function; `call` calls them. Indices have four dims."""
+        """Return the scores of a tile after every function; `call` calls them."""
 
-        def run(*pairs: Tensor) -> Tensor:
-            return self.apply(*pairs, call=call)
-
+        run = partial(self.apply, call=call)
         if not self.is_mapped:
             return run(score, *index)
-        for dim in (4, 3, 2, 1):  # score, b, h, q_idx, kv_idx: the keys are mapped first
-            run = torch.vmap(run, in_dims=(0, *(0 if dim == i else None for i in range(1, 5))))
         with explained("score_mod"):
-            return run(score, *(i.flatten() for i in index))
+            return _torch.map_pairs(run, score, *index)
 
     def apply(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, call: Call = call_plainly) -> Tensor:
         """Return scores after every function."""
