@@ -91,7 +91,6 @@ nitpick_ignore_regex = [
         "py:class",
         r"longspan\.layouts\.layout\.X|numpy\._typing\..*",
     ),
-    ("py:class", r"longspan\.masks\.captures\.CaptureSnapshot"),
     (
         "py:class",
         r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w*",

@@ -114,7 +114,7 @@ _disabled: dict[Any, Any] = {}
 
 
 def run_eagerly(function: Callable[P, T]) -> Callable[P, T]:
-    """Run the function eagerly, with a graph break, under torch.compile. Does not load torch.
+    """Run the function eagerly, with a graph break, under torch.compile. Loads neither torch nor its compiler.
 
     >>> run_eagerly(len)([1, 2])
     2
@@ -122,13 +122,20 @@ def run_eagerly(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; loading it takes seconds
+            return function(*args, **kwargs)
         eager = _disabled.get(function)
         if eager is None:
-            compiler = getattr(sys.modules.get("torch"), "compiler", None)
-            if compiler is None:
-                return function(*args, **kwargs)
+            compiler = sys.modules["torch"].compiler
             eager = compiler.disable(function, reason="masks and plans are built outside of compiled graphs")
             _disabled[function] = eager
         return eager(*args, **kwargs)
 
     return called
+
+
+def assume_constant(function: T) -> T:
+    """Make the function's result a constant of compiled graphs: `torch.compiler.assume_constant_result`, which would
+    load the compiler."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function

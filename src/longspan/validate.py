@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from longspan._torch import version
+from longspan._torch import is_dtensor, version
 from longspan.errors import KernelError, PlanError, ScheduleError
 from longspan.layouts import Layout, contiguous
 from longspan.layouts.layout import carried_layout_of, other_tokens
@@ -25,6 +24,9 @@ from longspan.planning.machine import CPU
 from longspan.planning.plan import Plan, PlanRequest, build_plan, keep_few
 from longspan.planning.steps import MAX_SIZE, Sizes
 from longspan.spans import check_int, truncated_repr
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # -- Tensors and numbers -----------------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ def check_planned_group(group: Any, plan: Any, documents: Any, how: str) -> str:
 
 def check_plain_numbers(operator: str, name: str, tensor: Tensor) -> None:
     """Raise for DTensors, nested tensors and unsupported dtypes."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise PlanError(
             f"{name} must be a plain tensor for {operator}, but got a DTensor with placements {tensor.placements}. Pass"
             f" {name}.to_local(), or {name}.full_tensor() if every rank needs all of it."
@@ -187,7 +189,7 @@ def check_plain_numbers(operator: str, name: str, tensor: Tensor) -> None:
 
 def check_plain(name: str, tensor: object) -> None:
     """Raise for a DTensor among tensors that every rank passes whole."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise KernelError(
             f"{name} must be a plain tensor with all query heads that the rank computes, but got a DTensor with"
             f" placements {tensor.placements}. Pass {name}.to_local() if it is replicated, or {name}.full_tensor()."
@@ -197,7 +199,7 @@ def check_plain(name: str, tensor: object) -> None:
 def check_captured(tensors: Sequence[object]) -> None:
     """Raise for DTensors among the captured tensors of score functions."""
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise KernelError(
                 f"Captured tensors of a score function must be plain tensors, but got a DTensor of shape"
                 f" {tuple(tensor.shape)} with placements {tensor.placements}. Capture tensor.to_local() if it is"

@@ -11,7 +11,6 @@ from longspan.huggingface import masks as hf_masks
 from longspan.huggingface import sharding
 from longspan.kernels import panels
 from longspan.layouts import layout
-from longspan.masks import captures
 from longspan.run import transports
 from longspan.training import loss
 from longspan.training import loss_without_logits as head
@@ -77,10 +76,6 @@ class OtherFunction:
         return mock.patch.object(self.module, self.name, self.value)
 
 
-def _call(func, args, kwargs):
-    return func(*args, **(kwargs or {}))
-
-
 PINNED = "table.pin_memory().to(device, non_blocking=True)"
 SINKS, SCORE = (red_lines, "exact.sinks"), (red_lines, "exact.score")
 PLAIN, PACKED = (huggingface_waits, "mistral", "plain"), (huggingface_waits, "llama", "packed")
@@ -98,9 +93,6 @@ MENDS = {
     ),
     "score functions are tried where their tensors are": Mend(
         compare._Work.meaning, "self.tensors[0]", "self.inputs[0]", SCORE, "cuda"
-    ),
-    "score functions are tried without a wait": OtherFunction(
-        captures, "call_on_pair", _call, (attention_waits, "score_mod")
     ),
     "rows that a mask function leaves blind are not counted": Mend(
         panels._Biases._answers, 'blind.device.type != "cpu" or', "", (attention_waits, "mask_function", "auto"), "cuda"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from longspan.kernels.contract import TileWork
-from longspan.masks.functions import Function
+from longspan.masks.functions import Function, Reader
 from longspan.scoring.pipeline import Scoring, TilePairs, TilePositions, Totals
 from longspan.spans import Span
 from longspan.tile import Tile
@@ -60,7 +60,7 @@ class Case:
         where = TilePositions.of(
             Span(0, 1), Span(0, self.heads[0]), np.arange(self.q), np.arange(self.k), torch.device("cpu")
         )
-        predicate = Function(answers, None, None) if self.asks else None
+        predicate = Function(answers, None, None, Reader(answers)) if self.asks else None
         pairs = TilePairs(where, scoring, predicate, Totals(captured))
         return TileWork(q, k, v, list(self.tiles), SCALE, pairs if scoring is not None or self.asks else None)
 

@@ -11,7 +11,7 @@ import torch
 import longspan as ls
 from longspan import layouts
 from longspan.kernels import reference
-from longspan.masks.functions import Elementwise, Function
+from longspan.masks.functions import Function
 from longspan.run import passes
 from longspan.run.merge import Accumulator
 from longspan.scoring import biases as extras
@@ -151,8 +151,12 @@ def lse_of_blind_rows_is_zero(patch):
 
 @mutant
 def functions_never_mapped(patch):
-    """A function that adds up the tile it gets is called with tiles all the same."""
-    patch.setattr(Elementwise, "map_pairs", lambda self, *arguments: self.function(*arguments))
+    """A function that adds up what it gets is called with tiles."""
+
+    def on_tile(self, score, index, call=scores.call_plainly):
+        return self.apply(score, *index, call=call)
+
+    patch.setattr(scores.Scoring, "on_tile", on_tile)
 
 
 @mutant
@@ -193,8 +197,8 @@ def soft_cap_comes_last(patch):
     """The soft cap is applied after everything else."""
     of = scores.Scoring.of
 
-    def turned(functions, *rest):
-        return of([*functions[1:], *functions[:1]], *rest)
+    def turned(functions, *rest, **more):
+        return of([*functions[1:], *functions[:1]], *rest, **more)
 
     patch.setattr(scores.Scoring, "of", staticmethod(turned))
 
@@ -232,9 +236,9 @@ def captured_gradients_not_added_up(patch):
     """Each tile's gradient replaces the one before."""
     add = scores.Totals.add
 
-    def replaced(self, number, index, gradient):
+    def replaced(self, number, gradient):
         self.sums[number].zero_()
-        add(self, number, index, gradient)
+        add(self, number, gradient)
 
     patch.setattr(scores.Totals, "add", replaced)
 
@@ -243,13 +247,15 @@ def captured_gradients_not_added_up(patch):
 def captured_elements_met_twice_count_once(patch):
     """A number that many pairs of a tile use gets the gradient of one of them."""
 
-    def once(self, number, index, gradient):
-        if index is None:
-            self.sums[number] += gradient
-        else:
-            at = torch.broadcast_tensors(*index)
-            wide = gradient.reshape(*at[0].shape, *self.sums[number].shape[len(index) :])
-            self.sums[number][at] = self.sums[number][at] + wide
+    add = scores.Totals.add
+
+    def once(self, number, gradient):
+        if gradient.is_sparse:
+            rows, values = gradient._indices()[0], gradient._values()
+            total = torch.zeros(gradient.shape, dtype=gradient.dtype)
+            total[rows] = values
+            gradient = total.view(self.sums[number].shape)
+        add(self, number, gradient)
 
     patch.setattr(scores.Totals, "add", once)
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import longspan as ls
-from longspan import KernelError, LayoutError, LongspanError, MaskError, PlanError, ScheduleError, layouts, masks
+from longspan import KernelError, LayoutError, MaskError, PlanError, ScheduleError, layouts, masks
 from longspan.scores import RelativeBias, alibi_slopes
 from tests.refusals.bad_inputs import INF, NAN, bad, counts
 
@@ -183,7 +183,7 @@ SCORES = {
 
 def _functions():
     for name, (function, found) in SCORES.items():
-        says = f"returned {found}", "a floating-point tensor with a score for every pair"
+        says = f"returned {found}", "a floating-point tensor with one score for a pair"
         yield bad(f"score {name}", lambda f=function: call(score_mod=f), KernelError, *says)
         yield bad(f"flex score {name}", lambda f=function: flex(f), KernelError, *says)
     for value in (3, "softcap", [], zeros(1)):
@@ -192,14 +192,12 @@ def _functions():
     for name, function in {"two": lambda s, b: s, "none": lambda: 0, "six": lambda s, b, h, q, kv, x: s}.items():
         says = "score_mod is called as score_mod(score, b, h, q_idx, kv_idx)", "Give it these 5 arguments"
         yield bad(f"score_mod of {name} arguments", lambda f=function: call(score_mod=f), KernelError, *says)
-    branch = lambda s, b, h, q, kv: s if q > kv else -s  # noqa: E731
-    yield bad("score_mod branches", lambda: call(score_mod=branch), LongspanError, "decides by `if`", "torch.where")
     for name, mod, found in (
         ("None", lambda b, h, q, kv: None, "NoneType"),
         ("floats", lambda b, h, q, kv: (q - kv).float(), "float32"),
         ("a tuple", lambda b, h, q, kv: (q > kv,), "tuple"),
     ):
-        says = "mask_mod must return booleans", found
+        says = "mask_mod must return one boolean tensor for a pair", found
         mask = lambda m=mod: ls.attention(Q, K, V, masks.from_mask_mod(m, 8))  # noqa: E731
         yield bad(f"a mask function in a call returns {name}", mask, MaskError, *says)
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,13 +44,3 @@ def test_a_repeated_plan_compares_what_it_has(monkeypatch):
     record = create_record(job, torch.device("cpu"), True, "")
     monkeypatch.setattr(Plane, "key", lambda self: pytest.fail("worked out anew"))
     assert create_record(job, torch.device("cpu"), True, "") is record
-
-
-def test_a_function_that_reads_other_data_has_another_fingerprint():
-    table = np.arange(128) // 30
-    mask = ls.masks.from_mask_mod(lambda b, h, q, kv: torch.as_tensor(table)[q] == torch.as_tensor(table)[kv], 128)
-    first = mask.fingerprint
-    assert mask.fingerprint == first
-    table[40:60] = 99
-    mask.refresh_captures()
-    assert mask.fingerprint != first

@@ -166,7 +166,8 @@ def test_equal_masks_share_fingerprints_and_differences_show():
     a, b = (masks.documents([4, 4]) & masks.causal() for _ in range(2))
     assert a.fingerprint == b.fingerprint
     assert a.fingerprint != (masks.documents([5, 3]) & masks.causal()).fingerprint
-    table = np.arange(8) // 4
+    torch = pytest.importorskip("torch")
+    table = torch.arange(8) // 4
     one = masks.from_mask_mod(lambda b, h, q, k: q % 4 >= k % 4, 8)
     two = masks.from_mask_mod(lambda b, h, q, k: q % 3 >= k % 3, 8)
     assert one.fingerprint != two.fingerprint
@@ -174,8 +175,8 @@ def test_equal_masks_share_fingerprints_and_differences_show():
     def same_code(ids):
         return masks.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k], 8)
 
-    assert same_code(table).fingerprint == same_code(table.copy()).fingerprint
-    assert same_code(table).fingerprint != same_code(np.arange(8) // 2).fingerprint
+    assert same_code(table).fingerprint == same_code(table.clone()).fingerprint
+    assert same_code(table).fingerprint != same_code(torch.arange(8) // 2).fingerprint
 
 
 def test_per_head_and_per_row_keep_their_planes_apart():
@@ -200,7 +201,6 @@ def test_classifier_asks_only_where_asked_and_remembers():
     classifier = masks.Classifier(masks.from_mask_mod(mask_mod, 1000).plane(), 1000, tile=128)
     found = classifier.classify(Span(256, 384), Span(0, 1000))
     assert found.tolist() == [[2, 2, 1, 0, 0, 0, 0, 0]]
-    assert [(int(q.min()), int(q.max())) for q in asked[-1:]] == [(256, 383)]
     before = len(asked)
     assert np.array_equal(classifier.classify(Span(256, 384), Span(0, 1000)), found)
     assert len(asked) == before
@@ -255,8 +255,7 @@ def test_to_mask_mod_builds_a_block_mask():
         (lambda: masks.global_prefix(-1), "at least 0"),
         (lambda: masks.causal() & (lambda b, h, q, k: q > k), "from_mask_mod"),
         (lambda: masks.from_mask_mod("causal"), "takes a function"),
-        (lambda: masks.from_mask_mod(lambda b, h, q, k: q - k).allows(1, 0), "must return booleans"),
-        (lambda: masks.from_mask_mod(lambda b, h, q, k: q[:1] > 3).allows([1, 2], [0, 1]).sum(), None),
+        (lambda: masks.from_mask_mod(lambda b, h, q, k: q - k).allows(1, 0), "must return one boolean tensor"),
         (lambda: masks.from_mask_mod(lambda b, h, q, k: h % 2 == 0).allows(1, 0), "uses h"),
         (lambda: masks.from_mask_mod(lambda b, h, q, k: (q > k) & (b == 0)).allows([1], [0]), "uses b"),
         (lambda: masks.from_mask_mod(lambda b, h, q, k: q >= k, 8).area(), "no closed form"),

@@ -14,7 +14,6 @@ import longspan as ls
 from benchmarks.document_spelling import document_mods
 from longspan import layouts, masks
 from longspan.errors import MaskError
-from longspan.masks.functions import Elementwise
 from longspan.run.flex import mask_of_block_mask
 from longspan.scoring.biases import Extras
 from longspan.testing import run_loopback
@@ -297,25 +296,6 @@ def test_a_block_mask_of_one_row_is_refused_only_if_the_function_uses_b():
         over_two_ranks(mask_of_block_mask(refused, batch=B, heads=H), q, k, v)
     one_row = [t[:1] for t in (q, k, v)]
     close(ls.flex_attention(*one_row, block_mask=refused), flex_attention.flex_attention(*one_row, block_mask=refused))
-
-
-def test_combined_masks_notice_new_values_and_no_others():
-    ids = ROW.clone()
-    mask = masks.from_mask_mod(and_masks(causal, lambda b, h, i, j: ids[i] == ids[j]), S)
-    reads = mask.refresh_captures()
-    assert mask.refresh_captures() is reads
-    ids.zero_()
-    assert mask.refresh_captures() is not reads
-
-
-def test_functions_take_tiles_by_which_arguments_have_dims():
-    """A row of a table is the same for all pairs of a tile only if the number of the row is."""
-    table, position = torch.randn(S, S, generator=DRAW), torch.arange(S)
-    chained = Elementwise(lambda i, j: table[i][j])
-    assert chained(position[5], position).equal(table[5])
-    assert chained.broadcasts is True
-    assert chained(position[:, None], position[None]).equal(table)
-    assert chained.broadcasts is False
 
 
 def processor_seconds(call, repeats=5):

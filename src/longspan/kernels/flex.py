@@ -31,9 +31,9 @@ from longspan.errors import KernelError
 from longspan.kernels.contract import Group, TileWork, Upstream, gpu_refusal
 from longspan.layouts.layout import to_device
 from longspan.masks import Mask, Predicate
-from longspan.masks.captures import ByIdentity
 from longspan.masks.functions import device_of
 from longspan.masks.mask_mods import predicate_mod
+from longspan.masks.plane import ByIdentity
 from longspan.masks.tiles import KeySpans, key_spans, list_chosen_first, most_spans, pairs_per_block, span_table
 from longspan.scoring.pipeline import Scoring, TilePairs
 from longspan.scoring.traced import Program, key_of, program
@@ -103,7 +103,7 @@ class Flex:
         for number, gradient in call.score.captured_gradients(rest):
             assert work.pairs is not None
             totals = work.pairs.totals
-            totals.add(number, None, gradient.view(totals.values[number].shape))
+            totals.add(number, gradient.view(totals.values[number].shape))
         cover = call.blocks.cover
         dk, dv = (x.narrow(2, cover.k0, cover.cols) for x in (dk, dv))
         yield dq.narrow(2, cover.q0, cover.rows), dk, dv

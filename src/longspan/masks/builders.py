@@ -6,7 +6,7 @@ from longspan._compile import run_eagerly
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.causal_and_window import full
-from longspan.masks.functions import Function, MaskMod, check_signature
+from longspan.masks.functions import Function, MaskMod, Reader, check_signature
 from longspan.masks.mask import Mask
 from longspan.masks.plane import Plane
 from longspan.spans import check_int
@@ -109,7 +109,7 @@ def from_mask_mod(
         within = within.resized(seq_len)
     if not within.is_structured or within.num_heads * within.num_rows != 1:
         raise MaskError(f"within={within} must be one structured plane. Combine other masks with & afterwards.")
-    region = within.plane().sure
+    region, reader = within.plane().sure, Reader(mask_mod)
 
     def indices(count: int | None, name: str) -> list[int | None]:
         if count is None:
@@ -118,7 +118,7 @@ def from_mask_mod(
 
     columns = indices(heads, "heads")
     grid = tuple(
-        tuple(Plane(bd.empty(), region, Function(mask_mod, row, head)) for head in columns)
+        tuple(Plane(bd.empty(), region, Function(mask_mod, row, head, reader)) for head in columns)
         for row in indices(rows, "rows")
     )
     return Mask(grid, within.seq_len, name or getattr(mask_mod, "__name__", type(mask_mod).__name__))

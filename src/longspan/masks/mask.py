@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ from longspan._compile import Handled, opaque, run_eagerly
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
 from longspan.masks.bands import LIMIT, Band
-from longspan.masks.captures import ByIdentity, CaptureSnapshot, Knowledge, Memo
-from longspan.masks.functions import readers_of
-from longspan.masks.plane import Bools, Plane
+from longspan.masks.functions import Reader, readers_of
+from longspan.masks.plane import Bools, ByIdentity, Plane
 from longspan.masks.tiles import classifier, tile_pairs
 from longspan.spans import Ints, Span, check_int
 
@@ -61,8 +60,10 @@ class Mask(Handled):
     name: str
     _hash: list[int] = field(default_factory=list[int], init=False)
     """The hash, once computed: a cache of plans needs it in every call."""
-    _memo: Memo = field(default_factory=Memo, init=False)
-    """Caches that end with the mask."""
+    known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False)
+    """Results that depend on the mask; they end with it."""
+    plans: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False)
+    """Plans for this mask object, if it has functions."""
 
     @staticmethod
     def of_bands(rows: Ints, seq_len: int | None, name: str) -> Mask:
@@ -172,7 +173,7 @@ class Mask(Handled):
         >>> masks.causal(6).classify(Span(2, 6), Span(0, 6), tile=2).tolist()
         [[2, 1, 0], [2, 2, 1]]
         """
-        self.refresh_captures()
+        self.check_unchanged()
         return classifier(self.plane(row, head), self.length(seq_len), tile, self.known).classify(q, kv)
 
     def resized(self, seq_len: int) -> Mask:
@@ -183,51 +184,21 @@ class Mask(Handled):
         square = ((0, seq_len), (0, seq_len))
         return self._map(lambda plane: plane.cut(*square), seq_len, self.name)
 
-    # -- Data that functions read --------------------------------------------------------------------------------------
+    # -- Tensors that functions read -----------------------------------------------------------------------------------
 
-    @property
-    def known(self) -> dict[Any, Any]:
-        """Results that depend on the mask's functions; dropped when what they read changes."""
-        return self._memo.state.known
+    @cached_property
+    def _readers(self) -> tuple[Reader, ...]:
+        return readers_of(self.distinct_planes())
 
-    @property
-    def last_reads(self) -> tuple[CaptureSnapshot, ...]:
-        """The last snapshots of what its functions read; () for a structured mask."""
-        return self._memo.state.reads
-
-    @property
-    def plans(self) -> dict[Any, Any]:
-        """Plans for this mask object, if it has functions."""
-        return self._memo.plans
-
-    def refresh_captures(self) -> tuple[CaptureSnapshot, ...]:
-        """Take snapshots of what its functions read, and drop cached results if they have changed.
-
-        Returns the same object as long as nothing changes, and () at once for a structured mask.
-        """
-        state = self._find_readers()
-        return state.refresh_captures() if state.readers else ()
-
-    def check_captures(self, reads: tuple[CaptureSnapshot, ...]) -> None:
-        """Raise if what the functions read has changed since these snapshots were taken in forward."""
-        change = self._find_readers().change_since(reads)
-        if change is not None:
-            raise MaskError(
-                f"what a function of {self} reads has changed between forward and backward, which calls it again:"
-                f" {change}. Backward would differentiate another attention. Run backward before the change, or give"
-                f" the function a copy of what it reads."
-            )
-
-    def _find_readers(self) -> Knowledge:
-        state = self._memo.state
-        if state.readers is None:
-            state.readers = readers_of(self.distinct_planes())
-        return state
+    def check_unchanged(self) -> None:
+        """Raise if a tensor that a function reads was changed since its first call."""
+        for reader in self._readers:
+            reader.check_unchanged()
 
     def twin(self) -> Mask:
         """Return an equal mask that shares cached results, but not plans: a plan that holds it does not hold itself."""
         twin = Mask(self.grid, self.seq_len, self.name)
-        twin._memo.state = self._memo.state
+        object.__setattr__(twin, "known", self.known)
         return twin
 
     # -- Algebra -------------------------------------------------------------------------------------------------------
@@ -287,17 +258,13 @@ class Mask(Handled):
     @property
     def fingerprint(self) -> str:
         """A hex digest for ranks to compare: equal bands and functions give equal digests in every process."""
-        if "fingerprint" in self.known:  # dropped when a function reads other data
-            return self.known["fingerprint"]
-        structured = self.is_structured
-        if not structured and not self.last_reads:
-            self.refresh_captures()
-        text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
-        keys = {id(plane): plane.key() + plane.sample(self.seq_len) for plane in self.distinct_planes()}
-        digest = hashlib.sha256((text + " ".join(keys[id(plane)] for plane in self._planes())).encode()).hexdigest()
-        if structured or self.last_reads:
-            self.known["fingerprint"] = digest
-        return digest
+        if "fingerprint" not in self.known:
+            # Samples come first: functions are called, which finds the tensors that keys are of.
+            keys = {id(plane): plane.sample(self.seq_len) + plane.key() for plane in self.distinct_planes()}
+            text = f"mask {self.seq_len} {self.num_rows}x{self.num_heads} "
+            text += " ".join(keys[id(plane)] for plane in self._planes())
+            self.known["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
+        return self.known["fingerprint"]
 
     def __repr__(self) -> str:
         name = self.name[1:-1] if self.name.startswith("(") else self.name

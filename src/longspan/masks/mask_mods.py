@@ -183,7 +183,7 @@ def _predicate_mod(members: Sequence[_Member], place: Place) -> Decide:
     """Return the function of planes with equal group keys; its result for number 0, no plane, is ignored."""
     predicate = members[-1].plane.predicate
     if isinstance(predicate, Function):
-        return _function_mod(predicate.call, *_fixed_indices(members[-1], predicate), place)
+        return _function_mod(predicate.reader.call, *_fixed_indices(members[-1], predicate), place)
     if not isinstance(predicate, Combined):
         raise MaskError(
             f"a predicate of type {type(predicate).__name__} has no mask function. Give it one in masks/mask_mods.py."

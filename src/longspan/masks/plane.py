@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,20 @@ from longspan.masks import bands as bd
 from longspan.spans import Ints
 
 Bools = NDArray[np.bool_]
+T = TypeVar("T")
+
+
+class ByIdentity(Generic[T]):
+    """A dictionary key that compares an object by identity."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.value is other.value  # pyright: ignore[reportUnknownMemberType]
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Predicate(Protocol):

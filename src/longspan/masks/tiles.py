@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import MaskError
 from longspan.masks import bands as bd
-from longspan.masks.captures import ByIdentity
-from longspan.masks.plane import Bools, Plane
+from longspan.masks.plane import Bools, ByIdentity, Plane
 from longspan.spans import Ints, Span, check_int, join, run_table, steps_within, true_runs, union
 
 EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -210,29 +210,18 @@ class Plan(Handled):
         """The costs of the scheme; `reasons` compares it with the others."""
         return replace(judge(self.scheme, self.machine, keep=self.keep), chosen=True)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """A hex digest of everything that decides the messages, which ranks compare. It changes if the mask has a
-        function whose captured data changes."""
-        return self._fixed_fingerprint if self.is_structured else self._digest()
+        """A hex digest of everything that decides the messages, which ranks compare."""
+        problem = self.scheme.problem
+        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
+        text = f"{' '.join(parts)} {problem.node} {problem.max_rows} {self.keep}"
+        return hashlib.sha256(f"{self.mask.fingerprint} {text}".encode()).hexdigest()
 
     @cached_property
     def is_structured(self) -> bool:
         """Whether the mask has no function: every pair is decided in closed form."""
         return self.mask.is_structured
-
-    @cached_property
-    def _fixed_fingerprint(self) -> str:
-        return self._digest()
-
-    @cached_property
-    def _digest_tail(self) -> str:
-        problem = self.scheme.problem
-        parts = (self.layout.fingerprint, self.sizes.text(), self.dtype, self.scheme.name)
-        return f"{' '.join(parts)} {problem.node} {problem.max_rows} {self.keep}"
-
-    def _digest(self) -> str:
-        return hashlib.sha256(f"{self.mask.fingerprint} {self._digest_tail}".encode()).hexdigest()
 
     def __repr__(self) -> str:
         return f"<plan {self.scheme.name} of {self.mask} over {self.layout}, {self.fingerprint[:12]}>"

@@ -23,7 +23,7 @@ from longspan.masks.work import block_work, num_pairs
 from longspan.planning.backward_plan import reverse
 from longspan.planning.cost import received_bytes
 from longspan.planning.fetch import PORT, START, STOP, TAKER, Fetch, arrivals, by_taker, moves
-from longspan.planning.problem import Lane, Part, Problem, Queries, cells, cut_to_rows, lanes_of
+from longspan.planning.problem import Lane, Part, Problem, Queries, cut_to_rows, lanes_of
 from longspan.planning.steps import Compute, Piece, Recall, Role, Schedule, Sizes, Step, Transfer
 from longspan.spans import Ints, Span, as_spans, by_position, intersect, join, on_one_line
 

@@ -19,7 +19,7 @@ from longspan.errors import PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask, Plane
 from longspan.masks import bands as bd
-from longspan.masks.captures import ByIdentity
+from longspan.masks.plane import ByIdentity
 from longspan.masks.work import Pairs, block_work, pairs_in
 from longspan.planning.fetch import STAGES, Fetch, by_taker, num_stages, plan_fetch, without
 from longspan.planning.steps import Compute, Piece, Role, Sizes

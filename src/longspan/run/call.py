@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from longspan import _torch
-from longspan._compile import create_handle, register_value, run_eagerly
+from longspan._compile import assume_constant, create_handle, register_value, run_eagerly
 from longspan.errors import PlanError, in_context
 from longspan.masks import Mask
 from longspan.masks.convert import advice, mask_of
@@ -72,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
             f"captured_grads must be 'sum' (sum gradients of captured tensors over the group) or 'share' (leave each"
             f" rank its own share, for trainers that reduce gradients), but got {request.captured_grads!r}."
         )
-    if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+    if _torch.is_dtensor(q) or _torch.is_dtensor(k) or _torch.is_dtensor(v):
         return _run_dtensors(q, k, v, request)
     if isinstance(request.plan_or_mask, Plan):
         check_sharding(request.plan_or_mask.layout, SEQ_DIM, q=q, k=k, v=v)
@@ -123,9 +122,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
         score_program = recorded.text, recorded.numbers, recorded.reals, len(recorded.constants)
     elif request.extras is not None:
         scoring = request.extras.scoring(q, resolve_plan(request.plan_or_mask, q, k, v, ops.rank_and_size(group)))
-    captured = [] if scoring is None else list(scoring.captured)
-    captured = captured if recorded is None else recorded.captured
-    constants = [] if recorded is None else recorded.constants
+    captured: list[Tensor] = []
+    constants: list[Tensor] = []
+    if scoring is not None:
+        captured, constants = list(scoring.captured), list(scoring.constants)
+        score_program = "", [], [], len(constants)
+    elif recorded is not None:
+        captured, constants = recorded.captured, recorded.constants
     if captured or constants:
         check_captured([*captured, *constants])
     shared = captured if sinks is None else [*captured, sinks]
@@ -153,7 +156,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, request: Request, group: Any = None) -
     return (out, lse) if request.return_lse else out
 
 
-@torch.compiler.disable(reason="the mask or plan was created before torch was loaded")
+@run_eagerly
 def _create_handle(plan_or_mask: Mask | Plan) -> Tensor:
     object.__setattr__(plan_or_mask, "handle", create_handle(plan_or_mask))
     return plan_or_mask.handle
@@ -168,7 +171,7 @@ def _run_outside_graph(q: Tensor, k: Tensor, v: Tensor, request: Request, group:
     return _run_eagerly(q, k, v, request, group, why)
 
 
-@torch.compiler.disable(reason="a score function cannot be compiled")
+@run_eagerly
 def _run_eagerly(q: Tensor, k: Tensor, v: Tensor, request: Request, group: str, why: str) -> Any:
     warnings.warn(f"a score function cannot be compiled and causes a graph break: {why}.", stacklevel=2)
     return _run(q, k, v, request, _torch.group_named(group) if group else None)
@@ -185,7 +188,7 @@ def call_context(
 
 def _describe_call(name: str, tensors: tuple[Any, Any, Any], plan_or_mask: Any, group: Any) -> str:
     """Describe the call for error messages."""
-    group = group_of(tensors[0].device_mesh if group is None and isinstance(tensors[0], DTensor) else group)
+    group = group_of(tensors[0].device_mesh if group is None and _torch.is_dtensor(tensors[0]) else group)
     shapes = [
         f"{letter} {tuple(tensor.shape)}"
         for letter, tensor in zip("qkv", tensors, strict=True)
@@ -215,7 +218,7 @@ def _group_name(group: Any, plan_or_mask: Mask | Plan) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def _name_of(group: Any) -> str | None:
     group = group_of(group)
     check_axes(group)
@@ -224,8 +227,10 @@ def _name_of(group: Any) -> str | None:
 
 def _run_dtensors(q: Any, k: Any, v: Any, request: Request) -> Any:
     """Run on the local tensors of DTensors that are sharded along the sequence, and wrap the results."""
+    from torch.distributed.tensor import DTensor, Shard
+
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, DTensor):
+        if not _torch.is_dtensor(tensor):
             raise PlanError(f"{name} must be a DTensor like the others, but got a plain tensor.")
         if tuple(tensor.placements) != (Shard(SEQ_DIM),) or tensor.device_mesh != q.device_mesh:
             raise PlanError(

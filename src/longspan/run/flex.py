@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.nn.functional import pad
 
-from longspan._torch import is_sliced
+from longspan._compile import run_eagerly
+from longspan._torch import is_sliced, version
 from longspan.errors import KernelError, LongspanError, MaskError, PlanError
 from longspan.kernels import kernel_named
 from longspan.kernels.reference import highest
@@ -24,12 +25,11 @@ from longspan.layouts import Layout
 from longspan.masks import Mask, Plane, full
 from longspan.masks import bands as bd
 from longspan.masks.bands import rectangles
-from longspan.masks.captures import CaptureSnapshot, TensorVersion, tensor_version
-from longspan.masks.captures import same as same_tensors
 from longspan.masks.convert import advice
-from longspan.masks.functions import Function
+from longspan.masks.functions import Function, Reader
 from longspan.masks.mask import MaskKey
 from longspan.masks.mask_mods import Place, number_planes, to_mask_mod
+from longspan.masks.plane import ByIdentity
 from longspan.masks.tiles import EMPTY, FULL, PARTIAL, key_spans, list_chosen_first, pairs_per_block
 from longspan.planning.plan import Plan
 from longspan.run.call import Request, attention
@@ -68,7 +68,7 @@ def block_mask(
     Keys are the whole sequence in global order (`kv="global"`), the rank's own rows in local order (`"local"`) or the
     shards of all ranks one after another (`"gathered"`, as an all-gather returns them; without padding). An equal
     mask returns the same object, so do not modify it; a mask with a function returns the same object only for the same
-    mask whose function reads the same values. Code compiled for one batch serves the next as long as the local length
+    mask. Code compiled for one batch serves the next as long as the local length
     is the same.
 
     >>> block_mask(causal(512), zigzag(512, 2), rank=0).kv_num_blocks.tolist()  # partial blocks; others are full
@@ -96,7 +96,7 @@ def block_mask(
     rest = layout, rank, kv, block_size, device_name
     if mask.is_structured:
         return _build_block_mask(MaskKey(mask), *rest)
-    mask.refresh_captures()
+    mask.check_unchanged()
     key = ("block_mask", *rest)
     if key not in mask.known:
         mask.known[key] = _build_block_mask.__wrapped__(MaskKey(mask), *rest)
@@ -165,12 +165,8 @@ def _count_by_function(plane: Plane, rows: Ints, keys: Ints, size: int, maybe: I
 
 # -- Masks from BlockMasks ---------------------------------------------------------------------------------------------
 
-_Key = tuple[bool, bool, tuple[int, int]]
-_converted: WeakKeyDictionary[
-    BlockMask, dict[_Key, tuple[object, tuple[TensorVersion, ...], CaptureSnapshot, Mask]]
-] = WeakKeyDictionary()
-"""Converted BlockMasks: a model uses one BlockMask in every layer. Its mask_mod may be replaced, its tensors refilled,
-and variables that its mask_mod reads rebound."""
+_converted: WeakKeyDictionary[BlockMask, dict[tuple[bool, bool, Any], tuple[object, Mask]]] = WeakKeyDictionary()
+"""Converted BlockMasks: a model uses one in every layer. Its mask_mod may be replaced, and its lists filled anew."""
 
 
 def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, error: type[LongspanError]) -> None:
@@ -182,7 +178,7 @@ def check_lengths(block_mask: BlockMask, lengths: tuple[int, int], name: str, er
         )
 
 
-@torch.compiler.disable(reason="the contents of a BlockMask decide what is computed")
+@run_eagerly
 def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads: int | None = None) -> Mask:
     """Return the mask of a BlockMask, for tensors of this batch size and number of query heads.
 
@@ -209,25 +205,13 @@ def mask_of_block_mask(block_mask: BlockMask, *, batch: int | None = None, heads
                 f"block_mask must have 1 or {wanted} {axis} like the tensors, but got {size}. Create it for {wanted},"
                 f" or for None."
             )
-    known = _converted.setdefault(block_mask, {})
-    key = batch == 1, heads == 1, block_mask.seq_lengths
-    mask_mod, tensors, entry = block_mask.mask_mod, _tensors(block_mask), known.get(key)
-    reads = CaptureSnapshot.of(mask_mod)  # variables; the mask itself tracks tensors
-    if (
-        entry is None
-        or entry[0] is not mask_mod
-        or not same_tensors(entry[1], tensors)
-        or entry[2].difference(reads) is not None
-    ):
-        entry = mask_mod, tensors, reads, _read_planes(block_mask, one_row=key[0], one_head=key[1])
-        known[key] = entry
-    return entry[3]
-
-
-def _tensors(block_mask: BlockMask) -> tuple[TensorVersion, ...]:
-    """Return the tensors that list blocks, with their versions."""
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    return tuple(tensor_version(tensor) for name in names if (tensor := getattr(block_mask, name)) is not None)
+    lists = [tensor for name in names if (tensor := getattr(block_mask, name)) is not None]
+    state = ByIdentity(block_mask.mask_mod), *((ByIdentity(tensor), version(tensor)) for tensor in lists)
+    known, key = _converted.setdefault(block_mask, {}), (batch == 1, heads == 1, block_mask.seq_lengths)
+    if key not in known or known[key][0] != state:
+        known[key] = state, _read_planes(block_mask, one_row=key[0], one_head=key[1])
+    return known[key][1]
 
 
 def _dims(block_mask: BlockMask) -> tuple[int, int]:
@@ -246,6 +230,7 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
     if mask_mod is noop_mask:
         full, partial = full | partial, np.zeros_like(partial)
     planes: dict[tuple[object, ...], Plane] = {}
+    reader = Reader(mask_mod)
 
     def plane(row: int, head: int) -> Plane:
         sure, maybe = full[row, head], partial[row, head]
@@ -254,7 +239,7 @@ def _read_planes(block_mask: BlockMask, one_row: bool, one_head: bool) -> Mask:
         key = sure.tobytes(), maybe.tobytes(), *((b, h) if maybe.any() else ())
         if key not in planes:
             bands = _bands_of(sure, block_mask), _bands_of(maybe, block_mask)
-            planes[key] = Plane(*bands, Function(mask_mod, b, h), is_blocks=True)
+            planes[key] = Plane(*bands, Function(mask_mod, b, h, reader), is_blocks=True)
         return planes[key]
 
     grid = tuple(tuple(plane(row, head) for head in range(num_heads)) for row in range(num_rows))

@@ -24,7 +24,6 @@ from longspan.derivatives import FirstDerivative, check_derivatives
 from longspan.errors import PlanError
 from longspan.kernels import Features, Kernel, choose_kernel, full_name, kernel_named, why_not_inside
 from longspan.masks import Mask
-from longspan.masks.captures import CaptureSnapshot
 from longspan.planning.plan import Plan
 from longspan.run.agreement import WIDTH, Record
 from longspan.run.group import Call, members_of
@@ -130,8 +129,6 @@ class ForwardContext:
     """Number of the call over the group; 0 without a group."""
     name: str
     reduce_shared_grads: bool
-    reads: tuple[CaptureSnapshot, ...]
-    """Values that functions of the mask read."""
     kept: ref[SavedRemoteKV]
     scores: ScoreProgram = EMPTY_SCORE_PROGRAM
 
@@ -184,7 +181,7 @@ def create_record(job: Job | HaloTask, device: torch.device, sums: bool | None, 
         if job.sinks is not None:
             sinks = f"{tuple(job.sinks.shape)}"
     gradients = "not wanted" if sums is None else "sum" if sums else "share"
-    fingerprint = plan.fingerprint[: WIDTH - 1]  # changes with what functions of the mask read
+    fingerprint = plan.fingerprint[: WIDTH - 1]
     name = repr(name) if name else "none"
     fields = fingerprint, device.type, kernel, scheme, scale, scores, sinks, gradients, name
     records = _records.setdefault(plan, {})
@@ -312,7 +309,7 @@ def run_forward(
     chosen = kernel_for(plan, kernel, q, k, v, functions)
     scale = 1 / sqrt(q.shape[3]) if scale is None else scale
     job = Job(plan, place[0] if place else 0, chosen, scale, q.dtype, functions, sinks)
-    plan.mask.refresh_captures()
+    plan.mask.check_unchanged()
     program = Forward(job, q, k, v, captured).program(saves=needs_backward)
     number = 0
     if group:
@@ -325,11 +322,11 @@ def run_forward(
     out, lse = clone_if_aliased((out.contiguous(), lse.contiguous()), (q, k, v))
     if not needs_backward:
         return out, lse, torch.empty(1, dtype=torch.int64)
-    saved, reads = SavedRemoteKV(kept), job.plan.mask.last_reads
+    saved = SavedRemoteKV(kept)
     if text:
         job = replace(job, scoring=None)
     job = job if job.sinks is None else replace(job, sinks=None)
-    context = ForwardContext(job, group, number, name, reduce_shared_grads, reads, ref(saved), scores)
+    context = ForwardContext(job, group, number, name, reduce_shared_grads, ref(saved), scores)
     return out, lse, create_ticket(context, saved)
 
 
@@ -344,7 +341,7 @@ def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backwar
         )
     )  # fmt: skip
     chosen = kernel_for(plan, kernel, q, k, v, None)
-    plan.mask.refresh_captures()
+    plan.mask.check_unchanged()
     prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
 
 
@@ -395,11 +392,7 @@ def run_backward(
     forward = context_of(ticket, ForwardContext)
     captured, constants = _split_constants(captured, num_constants)
     kept = kept or forward.kept() or []
-    # Functions of masks and scores are called again: raise if they would not read what the forward read.
-    if forward.job.scoring is not None:
-        forward.job.scoring.check_unchanged()
-    if forward.reads:
-        forward.job.plan.mask.check_captures(forward.reads)
+    forward.job.plan.mask.check_unchanged()
     job = forward.job if sinks is None else replace(forward.job, sinks=sinks)
     if forward.scores.text:
         job = replace(job, scoring=forward.scores.scoring(captured, constants, q, job.plan))

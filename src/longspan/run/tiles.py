@@ -34,16 +34,13 @@ WORTH = 4
 Key = tuple[int, int, int]
 """The ids of a compute and of the runs of its queries and keys."""
 
-_known: WeakKeyDictionary[Plan, tuple[object, dict[Key, tuple[KnownTiles, Any]]]] = WeakKeyDictionary()
-"""Tiles of computes, valid as long as the mask's functions read the same values, and what the ids of keys are of."""
+_known: WeakKeyDictionary[Plan, dict[Key, tuple[KnownTiles, Any]]] = WeakKeyDictionary()
+"""Tiles of computes, and what the ids of keys are of."""
 
 
 def tiles_for(plan: Plan, compute: Compute, plane: Plane, q: TokenStore, kv: TokenStore) -> KnownTiles:
     """Return the tiles of one compute of a plan, cached: those of forward and backward are the same."""
-    reads, known = _known.get(plan, (None, {}))
-    if reads is not plan.mask.last_reads:
-        known = {}
-        _known[plan] = plan.mask.last_reads, known
+    known = _known.setdefault(plan, {})
     key = id(compute), id(q.runs), id(kv.runs)
     if key not in known:
         tiles = tiles_of(compute.bands, q, kv)

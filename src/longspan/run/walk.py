@@ -328,8 +328,8 @@ class Walk(RowWalk):
 
 
 T = TypeVar("T")
-_built: WeakKeyDictionary[Any, dict[Any, tuple[object, object, Any]]] = WeakKeyDictionary()
-"""Recorded programs and tables, by plan. They are valid as long as the mask's functions read the same values."""
+_built: WeakKeyDictionary[Any, dict[Any, tuple[object, Any]]] = WeakKeyDictionary()
+"""Recorded programs and tables, by plan."""
 _building = threading.RLock()
 """Held while a program is recorded: a call waits for a thread that prepares its plan instead of recording it again."""
 os.register_at_fork(after_in_child=_building._at_fork_reinit)  # type: ignore[attr-defined]
@@ -337,17 +337,17 @@ os.register_at_fork(after_in_child=_building._at_fork_reinit)  # type: ignore[at
 
 def build_once(plan: Any, key: Any, build: Callable[[], T], alive: object = None) -> T:
     """Return the result of `build` for a plan and key, built at its first use. `alive` is kept alive with it."""
-    entries, mask = _built.setdefault(plan, {}), plan.mask if isinstance(plan, Plan) else None
+    entries = _built.setdefault(plan, {})
     entry = entries.get(key)
-    if entry is None or (mask is not None and entry[0] is not mask.last_reads):
+    if entry is None:
         with _building:
             entry = entries.get(key)  # another thread may have built it
-            if entry is None or (mask is not None and entry[0] is not mask.last_reads):
+            if entry is None:
                 value, can_cache = build_shared(build)
-                entry = None if mask is None else mask.last_reads, alive, value
+                entry = alive, value
                 if can_cache:
                     entries[key] = entry
-    return entry[2]
+    return entry[1]
 
 
 def record_once(

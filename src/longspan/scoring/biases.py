@@ -171,7 +171,8 @@ class Extras:
         seed = self._check_seed()
         dropout = None if seed is None else dropout_of(self.dropout, seed)
         # Functions are tried on the first pair, which an empty sequence does not have.
-        return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like)
+        is_mapped = self.score_mod is not None
+        return None if plan.layout.seq_len == 0 else Scoring.of(functions, dropout, like, is_mapped=is_mapped)
 
     def record(self, q: Tensor, k: Tensor) -> Recorded:
         """Record the options as text, for compiled code. The operator checks what depends on the plan."""

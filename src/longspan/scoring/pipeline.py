@@ -2,20 +2,22 @@
 
 A score goes through the soft cap, then ALiBi, the relative bias and the bias tensor, then `score_mod`; the mask hides
 pairs after that, and dropout acts on probabilities at the end. All of them get global positions. Tensors that score
-functions capture get gradients (`find_captured`, `Totals`).
+functions capture get gradients (`Scoring.of`, `Swap`, `Totals`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
@@ -24,32 +26,15 @@ from longspan.derivatives import check_derivatives
 from longspan.errors import KernelError
 from longspan.layouts.layout import to_device
 from longspan.masks import Predicate
-from longspan.masks.captures import CaptureSnapshot, difference, frozen, tracer_class
-from longspan.masks.functions import Elementwise, check_signature
+from longspan.masks.functions import check_signature, explained, frozen, recorder_class
+from longspan.masks.plane import Bools, ByIdentity
 from longspan.spans import Ints, Span
 from longspan.tile import Features, Tile, accumulation_dtype
 
-# -- Captured tensors: find them, and give them gradients --------------------------------------------------------------
+# -- Captured tensors: their gradients ---------------------------------------------------------------------------------
 # A tensor that a function uses, that needs a gradient and that was not created inside the call is captured, wherever it
 # is stored (closure, global, module). When tiles run, a mode replaces captured tensors by leaves, so that no tile's
 # graph reaches outside its own call.
-
-
-def find_captured(call: Callable[[TorchFunctionMode], object]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return the tensors from outside that a call under a mode uses and that need a gradient, by first use; and all.
-
-    >>> slopes, table = torch.ones(3, requires_grad=True), torch.ones(3)
-    >>> def call(mode):
-    ...     with mode:
-    ...         return slopes[0] * table[1] + slopes.sum()
-    >>> [t is slopes for t in find_captured(call)[0]]
-    [True]
-    """
-    tracer = tracer_class()(())
-    with torch.enable_grad():
-        call(tracer)
-    used = [tensor for noted in tracer.tensors if (tensor := noted.tensor()) is not None]
-    return tuple(tensor for tensor in used if tensor.requires_grad), used
 
 
 def check_captured(tensors: Iterable[Tensor]) -> None:
@@ -65,49 +50,57 @@ def check_captured(tensors: Iterable[Tensor]) -> None:
 class Swap(TorchFunctionMode):
     """Runs functions with leaves in place of the captured tensors.
 
-    Elements taken out of a captured tensor by integer indices become leaves too: their gradient is added to the total
-    element by element, where autograd would allocate a zero tensor of full size for every tile.
+    `by_element`: elements taken by integer indices are looked up as rows of a leaf of their own, whose gradient is
+    sparse. Autograd would allocate a zero tensor of full size for every tile.
     """
 
     def __init__(self, captured: Sequence[Tensor], values: Sequence[Tensor], *, by_element: bool) -> None:
         super().__init__()
-        self._leaves = {id(old): new.detach().requires_grad_() for old, new in zip(captured, values, strict=True)}
-        self._number = {id(old): number for number, old in enumerate(captured)}
-        self._by_element = by_element
-        self.taken: list[tuple[int, Index | None, Tensor]] = [
-            (number, None, self._leaves[key]) for key, number in self._number.items()
-        ]
-        """(number of the captured tensor, index or None for all of it, leaf)."""
+        self._number = {id(tensor): number for number, tensor in enumerate(captured)}
+        self.leaves: list[list[Tensor]] = []
+        """Of each captured tensor: all of it, its rows by the first index, by the first two, and so on."""
+        for value in values:
+            sizes = [math.prod(value.shape[:n]) for n in range(1, value.ndim + 1) if by_element and value.numel()]
+            parts = [value, *(value.reshape(size, -1) for size in sizes)]
+            self.leaves.append([part.detach().requires_grad_() for part in parts])
+
+    def run(self, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+        with self:
+            return function(*arguments)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        element = self._by_element and func is Tensor.__getitem__ and torch.is_grad_enabled()
-        if element and id(args[0]) in self._leaves:
-            index = _integers(args[1], args[0].ndim)
-            if index is not None:
-                leaf = self._leaves[id(args[0])].detach()[index].requires_grad_()
-                self.taken.append((self._number[id(args[0])], index, leaf))
-                return leaf
+        if func is Tensor.__getitem__ and id(args[0]) in self._number:
+            leaves, index = self.leaves[self._number[id(args[0])]], _integers(args[1], args[0])
+            if index is not None and len(leaves) > len(index):
+                return _take(leaves[len(index)], index, args[0].shape)
         args = [self._swap(value) for value in args]
         return func(*args, **{name: self._swap(value) for name, value in (kwargs or {}).items()})
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._leaves.get(id(value), value)
+            return self.leaves[self._number[id(value)]][0] if id(value) in self._number else value
         return tree_map(self._swap, value) if isinstance(value, tuple | list | dict) else value
 
 
 Index = tuple[Tensor, ...]
 
 
-def _integers(index: Any, ndim: int) -> Index | None:
+def _integers(index: Any, table: Tensor) -> Index | None:
     """Return an index of integers and integer tensors as tensors; None for any other index."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(i, int | Tensor) and not isinstance(i, bool) for i in parts) or len(parts) > ndim:
+    if not all(isinstance(i, int | Tensor) and not isinstance(i, bool) for i in parts) or len(parts) > table.ndim:
         return None
     if any(isinstance(i, Tensor) and (i.is_floating_point() or i.dtype == torch.bool) for i in parts):
         return None
-    device = next((i.device for i in parts if isinstance(i, Tensor)), None)
-    return tuple(torch.as_tensor(i, device=device) for i in parts)
+    return tuple(torch.as_tensor(i, device=table.device) for i in parts)
+
+
+def _take(rows: Tensor, index: Index, shape: torch.Size) -> Tensor:
+    """Return the rows at an index into the first dims of a tensor of this shape."""
+    at = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for i, size in zip(index, shape, strict=False):
+        at = at * size + torch.where(i < 0, i + size, i)
+    return embedding(at, rows, sparse=True).reshape((*at.shape, *shape[len(index) :]))
 
 
 class Totals:
@@ -120,18 +113,14 @@ class Totals:
             for t in self.values
         ]
 
-    def add(self, number: int, index: Index | None, gradient: Tensor) -> None:
-        """Add a gradient of a whole captured tensor, or of the elements taken with an index."""
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add a gradient of a captured tensor, or a sparse one of its rows."""
         total = self.sums[number]
-        gradient = gradient.to(total.dtype)
-        if index is None:
-            total += gradient
-            return
-        rest = total.shape[len(index) :]
-        at = torch.zeros((), dtype=torch.int64, device=total.device)
-        for i, size in zip(index, total.shape, strict=False):
-            at = at * size + torch.where(i < 0, i + size, i).to(total.device)
-        total.view(-1, *rest).index_add_(0, at.flatten(), gradient.reshape(-1, *rest))
+        if gradient.is_sparse:
+            rows, values = _torch.sparse_rows(gradient)
+            total.view(gradient.shape).index_add_(0, rows, values.to(total.dtype))
+        else:
+            total += gradient.to(total.dtype)
 
 
 NO_TOTALS = Totals(())
@@ -203,7 +192,12 @@ def _hash(x: Tensor) -> Tensor:
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, b, h, q_idx, kv_idx) -> score."""
-PLAIN = nullcontext()
+Call = Callable[..., Tensor]
+"""(function, *arguments) -> result."""
+
+
+def call_plainly(function: ScoreMod, *arguments: Tensor) -> Tensor:
+    return function(*arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,110 +208,68 @@ class Scoring:
     captured: tuple[Tensor, ...] = ()
     """Tensors that the functions use and that need a gradient, in the order of first use."""
     dropout: Dropout | None = None
-    reads: tuple[CaptureSnapshot, ...] = ()
-    """Snapshots of what each function reads, taken in forward."""
+    constants: tuple[Tensor, ...] = ()
+    """Other tensors that they use, saved for backward so that autograd notices changes."""
     like: Tensor | None = None
     """A score."""
+    is_mapped: bool = False
+    """Whether they are functions of single pairs, which `torch.vmap` runs on tiles."""
 
     @staticmethod
-    def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor) -> Scoring | None:
+    def of(functions: Sequence[ScoreMod], dropout: Dropout | None, like: Tensor, *, is_mapped: bool) -> Scoring | None:
         """Build the scoring of functions in order; None if there is nothing to do."""
         if not functions and dropout is None:
             return None
-        score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
-        scoring = Scoring(tuple(functions), (), dropout, like=score)
-
-        def find() -> tuple[tuple[Tensor, ...], list[Tensor]]:
-            return find_captured(lambda mode: scoring.apply(score, *scoring._pair(), mode))
-
-        try:
-            captured, used = find()
-        except RuntimeError as error:
-            if not _torch.is_from_compiler(error):
-                raise
-            raise KernelError(
-                "score_mod must be made of tensor operations, but it uses torch.cond or another function that PyTorch"
-                " compiles. Use torch.where, or decide outside of score_mod."
-            ) from error
-        reads = scoring._read()
-        read = [noted.tensor() for r in reads if r.trace for noted in r.trace.tensors if noted.tensor is not None]
-        known = {id(tensor) for tensor in captured}
-        if any(tensor is not None and tensor.requires_grad and id(tensor) not in known for tensor in read):
-            captured, used = find()  # the first call computed something that the function keeps, and reads from now on
+        # One pair, with one dim: a GPU's index without dims would be fetched.
+        score = torch.zeros(1, dtype=accumulation_dtype(like.dtype), device=like.device)
+        index = torch.zeros(1, dtype=torch.int64, device=like.device)
+        scoring, used = Scoring(tuple(functions), (), dropout, (), score, is_mapped), list[Tensor]()
+        for _ in range(2):
+            recorder = recorder_class()()
+            scoring.on_tile(score, (index,) * 4, recorder.run)
+            used = recorder.tensors
+            if not any(tensor.requires_grad for tensor in used):
+                break  # else again: the first call may have computed what the function keeps, and reads from now on
         check_derivatives(*used)
+        captured = tuple(tensor for tensor in used if tensor.requires_grad)
         check_captured(captured)
-        return Scoring(scoring.functions, captured, dropout, reads, score)
+        constants = tuple(tensor for tensor in used if not tensor.requires_grad and not tensor.is_inference())
+        return replace(scoring, captured=captured, constants=constants)
 
-    def _pair(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (b, h, q_idx, kv_idx) of the first pair."""
-        assert self.like is not None
-        index = torch.zeros((), dtype=torch.int64, device=self.like.device)
-        return index, index, index, index
+    def on_tile(self, score: Tensor, index: Index, call: Call = call_plainly) -> Tensor:
+        """Return the scores of a tile after every function; `call` calls them."""
 
-    def _read(self) -> tuple[CaptureSnapshot, ...]:
-        """Take snapshots of what each function reads."""
-        assert self.like is not None
-        snapshots: list[CaptureSnapshot] = []
-        for number, function in enumerate(self.functions):
-            call = function.function if isinstance(function, Elementwise) else function
-            before, score = self.reads[number] if self.reads else None, self.like.clone()  # it may work in place
-            snapshots.append(CaptureSnapshot.of(call, (score, *self._pair()), before))
-            if isinstance(function, Elementwise):
-                function.note_operations(snapshots[-1])
-        return tuple(snapshots)
+        run = partial(self.apply, call=call)
+        if not self.is_mapped:
+            return run(score, *index)
+        with explained("score_mod"):
+            return _torch.map_pairs(run, score, *index)
 
-    def check_unchanged(self) -> None:
-        """Raise if what the functions read has changed since forward: backward calls them again."""
-        change = difference(self.reads, self._read())
-        if change is not None:
-            raise KernelError(
-                f"what a score function reads has changed between forward and backward, which calls it again: {change}."
-                f" Backward would differentiate another attention. Run backward before the change, or give the function"
-                f" a copy of what it reads."
-            )
-
-    def detect_tile_support(self, score: Tensor, *index: Tensor) -> Scoring:
-        """Find out on a tile whether the user's functions take tiles; return self."""
+    def apply(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, call: Call = call_plainly) -> Tensor:
+        """Return scores after every function."""
         for function in self.functions:
-            if isinstance(function, Elementwise):
-                with torch.no_grad():
-                    function.settle(score, *index)
-        return self
-
-    @property
-    def broadcasts(self) -> bool:
-        """Whether every function takes tiles."""
-        return all(f.broadcasts is not False for f in self.functions if isinstance(f, Elementwise))
-
-    def apply(
-        self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, mode: AbstractContextManager[Any] = PLAIN
-    ) -> Tensor:
-        """Return scores after every function, each called under `mode`."""
-        for function in self.functions:
-            with mode:
-                result = function(score, b, h, q, kv)
+            result = call(function, score, b, h, q, kv)
             is_tensor = isinstance(result, Tensor)
             dims = zip(reversed(result.shape), reversed(score.shape), strict=False) if is_tensor else ()
             fits = is_tensor and result.ndim <= score.ndim and all(a in (1, b) for a, b in dims)
             if not fits or not result.is_floating_point():
                 kind = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
                 raise KernelError(
-                    f"score_mod got scores of shape {tuple(score.shape)} and returned {kind}. It must return a"
-                    f" floating-point tensor with a score for every pair. To hide pairs use a mask."
+                    f"score_mod must return a floating-point tensor with one score for a pair, but it returned {kind}."
+                    f" To hide pairs use a mask."
                 )
-            with mode:  # so that the mode knows the result as created inside
-                score = result.expand(score.shape).to(score.dtype)
+            score = result.expand(score.shape).to(score.dtype)
         return score
 
 
-def score_function(function: Any) -> Elementwise:
-    """Return a user's score_mod, callable on tiles; raise if it is no function of a score and a pair."""
+def score_function(function: Any) -> ScoreMod:
+    """Return a copy of a user's score_mod; raise if it is no function of a score and a pair."""
     if not callable(function):
         raise KernelError(
             f"score_mod must be a function (score, b, h, q_idx, kv_idx) -> score, but got {type(function).__name__}."
         )
     check_signature(function, ("score", "b", "h", "q_idx", "kv_idx"), "score_mod", KernelError)
-    return Elementwise(function, frozen(function))
+    return frozen(function)
 
 
 # -- The pairs of one compute: mask function, score function, dropout --------------------------------------------------
@@ -325,7 +277,9 @@ def score_function(function: Any) -> Elementwise:
 
 
 MAX_CACHED = 32
-"""Cached results of a mask's function: a kernel needs the same tiles again for the next heads."""
+"""Results of a mask's function on a device: a kernel needs the same tiles again for the next heads."""
+MAX_ANSWERS = 1024
+"""Results of a mask's functions on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,42 +342,49 @@ class TilePairs:
 
     def allowed_pairs(self, tile: Tile) -> Tensor:
         """Return (q, k) booleans: the result of the mask's function for a tile that asks, without bands."""
-        assert self.predicate is not None, "only tiles of an opaque plane ask"
         if tile not in self._allowed:
-            q, kv = self.where.q[tile.q0 : tile.q1], self.where.kv[tile.k0 : tile.k1]
-            allowed = torch.from_numpy(np.array(self.predicate.allows(q[:, None], kv[None, :])))
+            allowed = torch.from_numpy(self._answers(self.where.q[tile.q0 : tile.q1], self.where.kv[tile.k0 : tile.k1]))
             if len(self._allowed) >= MAX_CACHED:
                 self._allowed.pop(next(iter(self._allowed)))
             self._allowed[tile] = to_device(allowed, self.where.tensors[0].device)
         return self._allowed[tile]
 
+    def _answers(self, q: Ints, kv: Ints) -> Bools:
+        """Call the mask's function on rows and columns. Its answers are kept as bits: every layer needs them."""
+        assert self.predicate is not None, "only tiles of an opaque plane ask"
+        kept: dict[Any, Any] = self.known.setdefault("answers", {})
+        key = ByIdentity(self.predicate), q.tobytes(), kv.tobytes()
+        if key not in kept:
+            if len(kept) >= MAX_ANSWERS:
+                kept.pop(next(iter(kept)))
+            kept[key] = np.packbits(self.predicate.allows(q[:, None], kv[None, :]))
+        return np.unpackbits(kept[key], count=len(q) * len(kv)).view(np.bool_).reshape(len(q), len(kv))
+
     def change(self, scores_BHqk: Tensor, tile: Tile) -> Tensor:
         """Return scaled scores after the score functions."""
         assert self.scoring is not None
-        index = self.where.index(tile)
-        scoring = self.scoring.detect_tile_support(scores_BHqk, *index)
         with torch.no_grad():
-            return scoring.apply(scores_BHqk, *index)
+            return self.scoring.on_tile(scores_BHqk, self.where.index(tile))
 
     def pull(self, scores_BHqk: Tensor, tile: Tile) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the result of `change` and its backward, which also adds gradients of captured tensors to `totals`."""
         assert self.scoring is not None
-        index = self.where.index(tile)
-        scoring = self.scoring.detect_tile_support(scores_BHqk, *index)
-        swap = Swap(scoring.captured, self.totals.values, by_element=scoring.broadcasts)
+        swap = Swap(self.scoring.captured, self.totals.values, by_element=True)
+        numbers = [number for number, leaves in enumerate(swap.leaves) for _ in leaves]
         with _torch.recording():
             leaf = scores_BHqk.detach().requires_grad_()
-            changed = scoring.apply(leaf.clone(), *index, swap)  # a function may work in place
+            scores = leaf.clone()  # a function may work in place
+            changed = self.scoring.on_tile(scores, self.where.index(tile), swap.run)
 
         def pulled(gradient: Tensor) -> Tensor:
             if not changed.requires_grad:
                 return torch.zeros_like(gradient)
-            leaves = [leaf, *(taken for _, _, taken in swap.taken)]
+            leaves = [leaf, *(part for parts in swap.leaves for part in parts)]
             with _torch.recording():
                 first, *rest = torch.autograd.grad(changed, leaves, gradient, allow_unused=True)
-            for (number, at, _), grad in zip(swap.taken, rest, strict=True):
+            for number, grad in zip(numbers, rest, strict=True):
                 if grad is not None:
-                    self.totals.add(number, at, grad)
+                    self.totals.add(number, grad)
             return torch.zeros_like(gradient) if first is None else first
 
         return changed, pulled

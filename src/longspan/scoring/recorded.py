@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from longspan._compile import assume_constant
 from longspan._torch import higher_order_calls, inside_of_call, whole_graph
 from longspan.errors import KernelError
-from longspan.masks.functions import Elementwise
 from longspan.scoring.pipeline import Scoring, check_captured, dropout_of
 from longspan.tile import accumulation_dtype
 
@@ -85,8 +85,6 @@ class ScoreText:
             for names, compute in self.lines:
                 result = compute(values)
                 results = result if isinstance(result, tuple | list) else (result,)
-                if len(results) != len(names):  # on a tile, unlike on a pair
-                    raise RuntimeError(f"expected {len(names)} results, but got {len(results)}")
                 values.update(zip(names, results, strict=True))
             return self.result(values)
 
@@ -95,27 +93,23 @@ class ScoreText:
 
 def scoring_of(text: str, operands: Operands, like: Tensor) -> Scoring:
     """Return the scoring of a text and its operands, for a call with tensors like this one."""
-    score_text = _parse(text, operands)
+    score_text = parse_text(text)
     check_captured(operands.captured)
     dropout = None if score_text.dropout is None else dropout_of(*score_text.dropout(operands.by_name()))
     score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
-    function = Elementwise(score_text, score_text.function(operands))
-    return Scoring((function,), tuple(operands.captured), dropout, like=score)
+    function = score_text.function(operands)
+    return Scoring((function,), tuple(operands.captured), dropout, like=score, is_mapped=True)
 
 
 def bias_in(text: str, operands: Operands) -> Tensor | None:
     """Return the bias tensor, which must be as long as the sequence, or None."""
-    name = _parse(text, operands).bias
+    name = parse_text(text).bias
     return None if name is None else operands.by_name()[name]
 
 
-def _parse(text: str, operands: Operands) -> ScoreText:
-    return parse_text(text, tuple(t.ndim for t in (*operands.captured, *operands.constants)))
-
-
 @lru_cache(maxsize=256)
-def parse_text(text: str, dims: tuple[int, ...] = ()) -> ScoreText:  # noqa: ARG001
-    """Parse a text. `dims` are part of the cache key: whether a function takes tiles may depend on them.
+def parse_text(text: str) -> ScoreText:
+    """Parse a text.
 
     >>> parse_text("dropout(f0, i0)\\nreturn t0").dropout({"f0": 0.5, "i0": 7})
     (0.5, 7)
@@ -328,17 +322,17 @@ def _tensors(value: Any) -> list[Tensor]:
 # Facts about an operation are constants of the graph.
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def _is_random(func: Any) -> bool:
     return _name(func).removesuffix("_like").removesuffix("_") in RANDOM
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def _in_place(func: Any) -> bool:
     name = _name(func)
     if name.startswith("__"):
@@ -346,7 +340,7 @@ def _in_place(func: Any) -> bool:
     return name.endswith("_")
 
 
-@torch.compiler.assume_constant_result
+@assume_constant
 def _place_of(func: Any) -> str:
     """Return the name of an operation with its namespace, or "". The function that `**` calls has its method's name.
 

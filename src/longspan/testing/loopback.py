@@ -49,7 +49,7 @@ def run_loopback(
     order of their first use, the gradients of tensors that score functions captured, and that of sinks: summed over the
     ranks.
     """
-    plan.mask.refresh_captures()
+    plan.mask.check_unchanged()
     layout, carry = plan.layout, Loopback() if transport is None else transport
     scoring = None if extras is None else extras.scoring(q, plan)
     captured = () if scoring is None else scoring.captured

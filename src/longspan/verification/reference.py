@@ -307,7 +307,7 @@ def reference_result(
     swap = Swap(captured, [t.detach().double() for t in captured], by_element=False)
     sinks = None if meaning.sinks is None else meaning.sinks.detach().cpu().double().requires_grad_()
     out, lse = _forward(meaning, (q, k, v), sinks, swap, jitter, dout.double())
-    shared = [leaf for _, _, leaf in swap.taken] + ([] if sinks is None else [sinks])
+    shared = [leaf for (leaf,) in swap.leaves] + ([] if sinks is None else [sinks])
     gradients = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
     grads = [
         (torch.zeros_like(t) if g is None else g).cpu() for g, t in zip(gradients, [*leaves, *shared], strict=True)
@@ -351,7 +351,7 @@ def _apply_score(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
     like = meaning.scoring.like
     there = scores if like is None else scores.to(like.device)
     index = _index(there, meaning.q_at, meaning.kv_at)
-    return meaning.scoring.detect_tile_support(there, *index).apply(there, *index, swap).to(scores.device)
+    return meaning.scoring.on_tile(there, index, swap.run).to(scores.device)
 
 
 def _index(scores: Tensor, q_at: Tensor | None, kv_at: Tensor | None) -> Inputs:
