@@ -31,8 +31,7 @@ from pathlib import Path
 from longspan.versions import PAIRS, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
-SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_acceptance")
-BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
+SECONDS = ("test_faults", "test_nccl_faults", "test_scan_faults", "test_restart", "test_gpu_suite")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
 TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 SUITES = {
@@ -40,7 +39,6 @@ SUITES = {
     "gloo": (
         *("tests/gloo", "tests/unit/test_flex_kernel.py", "tests/hosts/test_torch_api.py"),
         *(f"--ignore=tests/gloo/{name}.py" for name in SECONDS),
-        *(f"--deselect=tests/gloo/test_cli.py::{name}" for name in BARS),
     ),
     "hugging face": tuple(f"tests/hosts/{name}.py" for name in HOSTS),
     "hugging face, a few": (

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.command import FAILED, FINE
-from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of
-from longspan.cli.workload import Workload
+from longspan.cli.output import Row, count, print_facts, print_json, print_table, print_text
+from longspan.cli.workload import RANKS, Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import LongspanError, PlanError
 from longspan.formatting import (
@@ -190,7 +190,6 @@ def check_fit(step: PlannedStep, memory: int) -> dict[str, Any]:
 
 MAX_CONFIG = 1 << 20
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
-DEFAULT_RANKS = 8
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Options that a model sets, with their defaults without a model."""
 SWITCHES = {
@@ -232,6 +231,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--logits", action="store_true", help="the loss is computed from whole logits")
     text = "dtype of parameters, gradients and optimizer as they are kept (float32)"
     model.add_argument("--state", choices=("float32", "bfloat16"), default="float32", help=text)
+    text = "compare all ranks with every dp x cp on a dataset (--docs), with micro-batches of TOKENS a rank"
+    parser.add_argument("--batches", type=count, metavar="TOKENS", help=text)
     add_workload(parser)
     parser.set_defaults(ranks=None, **dict.fromkeys(FROM_MODEL))
 
@@ -272,7 +273,7 @@ def has_model(args: argparse.Namespace) -> bool:
         for name, default in SWITCHES.items():
             if getattr(args, name) != default:
                 raise PlanError(f"--{name.replace('_', '-')} needs a whole model: add --model or --config.")
-        for name, value in {**FROM_MODEL, "ranks": DEFAULT_RANKS}.items():
+        for name, value in {**FROM_MODEL, "ranks": RANKS}.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
         return False
     for name in (*FROM_MODEL, "v_head_dim", "window"):
@@ -283,7 +284,7 @@ def has_model(args: argparse.Namespace) -> bool:
         for name in ("gpu", "kernel"):
             if getattr(args, name) is not None:
                 raise PlanError(f"--{name} needs --gpus, which searches. With --ranks, use --machine.")
-        args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
+        args.ranks = RANKS if args.ranks is None else args.ranks
         return True
     for name in SEARCHED:
         if getattr(args, name) != SWITCHES[name]:
@@ -372,25 +373,23 @@ def read_config(path: Path) -> tuple[str, ModelSizes, tuple[str, ...]]:
 
 def plan_step(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | None]:
     """Plan the step that the arguments describe; return also whether it fits, if they state the memory."""
-    with progress(args, "planning every kind of layer"):
-        name, sizes, notes = read_model(args)
-        workload = Workload.of(args)
-        dtype = workload.tensors["dtype"]
-        recipe = Recipe(
-            not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, dtype, args.state,
-            args.lora, "optimizer" in args.offload,
-        )  # fmt: skip
-        if args.keep and args.no_checkpointing:
-            raise PlanError(
-                "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
-                " backward, which is not counted here. Leave one of them out."
-            )
-        part = split_model(sizes, args.tp, args.ep)
-        step = ModelWorkload(name, part, workload, recipe, args.data_parallel, notes).plan_on(args.ranks)
-        step.step()  # refuses what does not divide
-        if args.price is not None and (why := step.why_no_time()) is not None:
-            raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
-        return step, None if args.memory is None else check_fit(step, args.memory)
+    name, sizes, notes = read_model(args)
+    workload = Workload.of(args)
+    recipe = Recipe(
+        not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, args.dtype, args.state,
+        args.lora, "optimizer" in args.offload,
+    )  # fmt: skip
+    if args.keep and args.no_checkpointing:
+        raise PlanError(
+            "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
+            " backward, which is not counted here. Leave one of them out."
+        )
+    part = split_model(sizes, args.tp, args.ep)
+    step = ModelWorkload(name, part, workload, recipe, args.data_parallel, notes).plan_on(args.ranks)
+    step.step()  # refuses what does not divide
+    if args.price is not None and (why := step.why_no_time()) is not None:
+        raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
+    return step, None if args.memory is None else check_fit(step, args.memory)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -398,7 +397,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json("plan", figures(step, fit, args.price))
     else:
-        show(step, fit, args.price, screen_of(args))
+        show(step, fit, args.price)
     return FAILED if fit and not fit["fits"] else FINE
 
 
@@ -483,31 +482,26 @@ def _heads_json(heads: Heads) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
+def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> None:
     memory, model, ranks = step.memory(), step.model, step.layout.world_size
     several = f", {model.data_parallel:,} sequences at once" if model.data_parallel > 1 else ""
     several += "".join(f", {n} {s}" for n, s in (("tp", model.sizes.tp), ("ep", model.sizes.ep)) if s > 1)
     several += f": {step.gpus:,} GPUs" if step.gpus > ranks else ""
-    screen.title(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
-    screen.facts(list(facts(step, memory, fit, price)))
-    screen.text()
+    print_text(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
+    print_facts(facts(step, memory, fit, price))
+    print_text()
     lines = memory.peak.lines
-    columns = (Column(memory.peak.name, False), Column("bytes"), Column("what", False))
     cells = zip(lines, bytes_column([line.size for line in lines]), strict=True)
-    screen.table(columns, [Row((line.name, size, line.why)) for line, size in cells])
-    screen.text()
+    rows = [Row((line.name, size, line.why)) for line, size in cells]
+    print_table((memory.peak.name, "bytes", "what"), rows, left=(0, 2))
     sizes = bytes_column([moment.size for moment in memory.moments])
     rows = [Row((m.name, size), m is memory.peak) for m, size in zip(memory.moments, sizes, strict=True)]
-    screen.table((Column("moment", False), Column("bytes")), rows)
-    screen.text()
+    print_table(("moment", "bytes"), rows)
     if step.why_no_time() is None:
         time = step.time()
         cells = zip(time.lines, seconds_column([line.seconds for line in time.lines]), strict=True)
-        screen.table(
-            (Column("step", False), Column("time"), Column("share"), Column("what", False)),
-            [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells],
-        )
-        screen.text()
+        rows = [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells]
+        print_table(("step", "time", "share", "what"), rows, left=(0, 3))
     memories = [(recipe, step.memory(recipe)) for recipe in recipes(model.recipe, model.sizes.tp)]
     peaks, hosts = bytes_column([m.peak.size for _, m in memories]), bytes_column([m.host for _, m in memories])
     rows = []
@@ -515,14 +509,14 @@ def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, scr
         seconds = "" if step.why_no_time(recipe) else seconds_text(step.time(recipe).seconds)
         row = (recipe.words, peak, host if m.host else "", seconds, m.peak.name)
         rows.append(Row(row, recipe == model.recipe))
-    screen.table((Column("with", False), Column("peak"), Column("host"), Column("step"), Column("at", False)), rows)
-    screen.text()
-    screen.notes((
+    print_table(("with", "peak", "host", "step", "at"), rows, left=(0, 4))
+    for note in (
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
         " shards over all ranks; memory lost between tensors is not counted. Times are simulated; pipeline"
         " parallel and FP8 are not known here.",
         *model.notes,
-    ))  # fmt: skip
+    ):
+        print_text(note)
 
 
 def facts(
