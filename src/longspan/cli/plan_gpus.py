@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from longspan.cli import plan_model
@@ -257,12 +258,7 @@ def figures(result: Recommendation, name: str, workload: Workload, price: float 
     request = result.request
     own, least = result.without_install, result.least
     return {
-        "model": {
-            "name": name,
-            "model_type": request.sizes.model_type,
-            "parameters": request.sizes.params,
-            "layers": len(request.sizes.layers),
-        },
+        "model": plan_model.model_json(name, request.sizes),
         "seq_len": request.seq_len,
         "docs": workload.docs,
         "gpus": request.gpus,
@@ -277,29 +273,11 @@ def figures(result: Recommendation, name: str, workload: Workload, price: float 
 
 
 def _figures_of(one: Configuration, price: float | None) -> dict[str, Any]:
+    mesh = {"data_parallel": one.data_parallel, "context_parallel": one.ranks}
+    mesh |= {"tensor_parallel": one.tp, "expert_parallel": one.ep}
     return {
-        "data_parallel": one.data_parallel,
-        "context_parallel": one.ranks,
-        "tensor_parallel": one.tp,
-        "expert_parallel": one.ep,
-        "machine": one.machine.name,
-        "kernel": one.machine.kernel,
-        "schemes": list(one.schemes),
-        "fetch_bytes": one.fetch_bytes,
-        "checkpointing": one.recipe.checkpointing,
-        "offload": one.recipe.offload,
-        "offload_optimizer": one.recipe.offload_optimizer,
-        "mlp_chunks": one.recipe.mlp_chunks,
-        "lora": one.recipe.lora,
-        "with": one.recipe.words,
-        "peak_bytes": one.memory.peak.size,
-        "peak_moment": one.memory.peak.name,
-        "memory_known": one.memory_known,
-        "host_bytes": one.memory.host,
-        "seconds": one.time.seconds,
-        "at_least": one.time.at_least,
-        "tokens": one.cost.tokens,
-        "tokens_per_second": one.cost.tokens_per_second,
-        "mfu": one.cost.mfu,
-        "price_per_billion_tokens": None if price is None else one.cost.per_billion(price),
-    }
+        **mesh, **asdict(one.recipe), "with": one.recipe.words, "machine": one.machine.name,
+        "kernel": one.machine.kernel, "schemes": list(one.schemes), "fetch_bytes": one.fetch_bytes,
+        "peak_bytes": one.memory.peak.size, "peak_moment": one.memory.peak.name, "memory_known": one.memory_known,
+        "host_bytes": one.memory.host, "at_least": one.time.at_least, **plan_model.cost_json(one.cost, price),
+    }  # fmt: skip

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -403,44 +403,31 @@ def run(args: argparse.Namespace) -> int:
 
 def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
     """Return the figures for JSON; bytes are those of the rank that holds most."""
-    memory, model = step.memory(), step.model
-    workload = model.workload.as_json()
-    for name in (*FROM_MODEL, "v_head_dim", "window"):
-        workload.pop(name, None)
+    memory, model, sizes = step.memory(), step.model, step.model.sizes
+    of_model = (*FROM_MODEL, "v_head_dim", "window")
     return {
-        "workload": workload,
-        "model": {
-            "name": model.name,
-            "model_type": model.sizes.model_type,
-            "parameters": (model.sizes.whole or model.sizes).params,
-            "active_parameters": (model.sizes.whole or model.sizes).active_params,
-            "layers": len(model.sizes.layers),
-            "blocks": model.sizes.num_blocks,
-        },
+        "workload": {name: value for name, value in model.workload.as_json().items() if name not in of_model},
+        "model": model_json(model.name, sizes.whole or sizes) | {"blocks": sizes.num_blocks},
         "ranks": step.layout.world_size,
         "data_parallel": model.data_parallel,
-        "tensor_parallel": model.sizes.tp,
-        "expert_parallel": model.sizes.ep,
+        "tensor_parallel": sizes.tp,
+        "expert_parallel": sizes.ep,
         "gpus": step.gpus,
         "layout": step.layout.name,
         "tokens_per_rank": step.step().tokens,
         "attentions": [
-            {"count": number, **_heads_json(heads), "scheme": step.plans[heads].scheme.name}
-            for heads, number in model.sizes.attentions.items()
+            {"count": number, **asdict(heads), "scheme": step.plans[heads].scheme.name}
+            for heads, number in sizes.attentions.items()
         ],
         "with": model.recipe.words,
         "peak_bytes": memory.peak.size,
         "peak_moment": memory.peak.name,
         "host_bytes": memory.host,
         "moments": [
-            {
-                "name": moment.name,
-                "bytes": moment.size,
-                "lines": [{"name": line.name, "bytes": line.size, "why": line.why} for line in moment.lines],
-            }
-            for moment in memory.moments
+            {"name": one.name, "bytes": one.size, "lines": [_line(line, "bytes", line.size) for line in one.lines]}
+            for one in memory.moments
         ],
-        "time": time_figures(step, price),
+        "time": _time_json(step, price),
         "recipes": [
             {
                 "with": recipe.words,
@@ -448,38 +435,39 @@ def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) 
                 "host_bytes": step.memory(recipe).host,
                 "seconds": None if step.why_no_time(recipe) else step.time(recipe).seconds,
             }
-            for recipe in recipes(model.recipe, model.sizes.tp)
+            for recipe in recipes(model.recipe, sizes.tp)
         ],
         "fits": fit,
         "notes": list(model.notes),
     }
 
 
-def time_figures(step: PlannedStep, price: float | None) -> dict[str, Any]:
+def model_json(name: str, sizes: ModelSizes) -> dict[str, Any]:
+    about = {"name": name, "model_type": sizes.model_type, "layers": len(sizes.layers)}
+    return about | {"parameters": sizes.params, "active_parameters": sizes.active_params}
+
+
+def cost_json(cost: StepCost, price: float | None) -> dict[str, Any]:
+    return {
+        "seconds": cost.seconds, "tokens": cost.tokens, "tokens_per_second": cost.tokens_per_second,
+        "tokens_per_second_per_gpu": cost.tokens_per_second_per_gpu, "mfu": cost.mfu, "price": price,
+        "price_per_billion_tokens": None if price is None else cost.per_billion(price),
+    }  # fmt: skip
+
+
+def _time_json(step: PlannedStep, price: float | None) -> dict[str, Any]:
     if (why := step.why_no_time()) is not None:
         return {"seconds": None, "why_not": why}
-    time, cost = step.time(), step.cost()
+    time = step.time()
     return {
-        "seconds": time.seconds,
-        "simulated": True,
-        "machine": step.machine.name,
-        "kernel": step.machine.kernel,
-        "at_least": time.at_least,
-        "lines": [{"name": line.name, "seconds": line.seconds, "why": line.why} for line in time.lines],
-        "tokens": cost.tokens,
-        "tokens_per_second": cost.tokens_per_second,
-        "tokens_per_second_per_gpu": cost.tokens_per_second_per_gpu,
-        "mfu": cost.mfu,
-        "price": price,
-        "price_per_billion_tokens": None if price is None else cost.per_billion(price),
-    }
-
-
-def _heads_json(heads: Heads) -> dict[str, Any]:
-    return {
-        "q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim,
-        "v_head_dim": heads.v_head_dim, "window": heads.window,
+        **cost_json(step.cost(), price), "simulated": True, "machine": step.machine.name,
+        "kernel": step.machine.kernel, "at_least": time.at_least,
+        "lines": [_line(line, "seconds", line.seconds) for line in time.lines],
     }  # fmt: skip
+
+
+def _line(line: Any, name: str, value: float) -> dict[str, Any]:
+    return {"name": line.name, name: value, "why": line.why}
 
 
 def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> None:

@@ -431,7 +431,7 @@ def rank_times(
 # Links, and copies at 0.703 of memory bandwidth, are those of the fit to whole systems (`H100_FITTED`), unchecked on
 # other GPUs. An operation takes 3.8 us of the device: short kernels one after another, in NVIDIA's post on CUDA graphs
 # (developer.nvidia.com/blog/cuda-graphs). Hosts: 15 us for each operation, 5 us for each message, 150 us for each call;
-# set from what Longspan takes on CPUs with kernels that do nothing. `longspan doctor --out` measures them where it runs.
+# set from what Longspan takes on CPUs with kernels that do nothing. `longspan doctor --out` measures them.
 #
 # Matrix products of layers, as a share of peak: 0.66 of what one product alone sustains, 755 TFLOP/s on an H100's SMs
 # (H200) and 1,429 on a B200, 271 at best on an A100 (compute/accelerator of github.com/stas00/ml-engineering, which
