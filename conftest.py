@@ -18,7 +18,7 @@ from tests.lanes import NIGHTLY, SEED, left_out
 ROOT = Path(__file__).parent
 # Importing it imports torchtitan, which replaces functions of torch: only in processes of their own (test_torchtitan).
 collect_ignore = ["src/longspan/torchtitan"]
-# `torchrun ... -m longspan acceptance` runs these (tests/gpu/pytest.ini); tests/unit/test_acceptance.py their examples.
+# `torchrun ... -m pytest tests/gpu` runs these (tests/gpu/pytest.ini); tests/unit/test_gpu_checks.py their examples.
 collect_ignore += ["tests/gpu"]
 if find_spec("transformers") is None:
     collect_ignore += ["src/longspan/huggingface/sharding.py", "tests/hosts/hf_versions.py"]

@@ -31,7 +31,7 @@ from pathlib import Path
 from longspan.versions import PAIRS, TORCH, TRANSFORMERS, short
 
 ROOT = Path(__file__).parents[1]
-SLOW = ("test_restart", "test_acceptance")
+SLOW = ("test_restart", "test_gpu_suite")
 BARS = ("test_plan_answers_in_time", "test_it_starts_in_half_a_second")
 HOSTS = ("test_huggingface", "test_hf_training", "test_hf_structure", "test_hf_hybrids", "test_verify_documents")
 TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")

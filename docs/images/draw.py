@@ -1,4 +1,4 @@
-"""Draw every picture of the documentation, as SVG, the small ones as PNG too.
+"""Draw every picture of the documentation.
 
 python docs/images/draw.py
 """
@@ -6,24 +6,20 @@ python docs/images/draw.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import longspan as ls
-from longspan.cli import main
-from longspan.cli.workload import drawn_lengths
 from longspan.viz import (
-    Scene,
     layout_picture,
     mask_picture,
     memory_picture,
-    scaling_picture,
-    scaling_points,
-    scan_picture,
     timeline_picture,
-    traffic_picture,
-    write_png,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 SIZES = {
@@ -34,15 +30,10 @@ SIZES = {
     "machine": "h100",
 }
 LENGTHS = [9000, 14000, 3000, 6768]
-RANKS = (4, 8, 16, 32, 64)
-STATES = {"heads": 32, "keys": 128, "values": 128, "maps": "matrix", "machine": "h100"}
-
-
 STORIES = [230, 40, 150, 92]  # from the tutorial
-SMALL = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 
 
-def tutorial() -> dict[str, Scene]:
+def tutorial() -> dict[str, Figure]:
     """Return the pictures of the tutorial: 512 tokens on two ranks, packed stories on eight, then 512 times as many."""
     causal, two = ls.masks.causal(512), ls.layouts.zigzag(512, 2)
     packed = ls.masks.documents(STORIES) & ls.masks.causal()
@@ -55,44 +46,20 @@ def tutorial() -> dict[str, Scene]:
         "tutorial-two": mask_picture(causal, two),
         "tutorial-mask": mask_picture(packed, eight),
         "tutorial-layout": layout_picture(eight, packed),
-        "tutorial-traffic": traffic_picture(
-            ls.plan(packed, eight, **SMALL, scheme="exchange")
-        ),
         "tutorial-timeline": timeline_picture(wide),
     }
 
 
-def pictures() -> dict[str, Scene]:
-    """Return every picture by its name: a small batch on four ranks, and a long one on up to 64."""
+def pictures() -> dict[str, Figure]:
+    """Return every other picture: a small batch on four ranks."""
     mask = ls.masks.documents(LENGTHS) & ls.masks.causal()
     layout = ls.layouts.balanced(mask, world_size=4)
     plan = ls.plan(mask, layout, **SIZES, scheme="exchange")
-    long = ls.masks.documents(drawn_lengths("longtail", 1 << 20)) & ls.masks.causal()
-    wide = ls.plan(long, ls.layouts.balanced(long, world_size=64), **SIZES)
-    scan = ls.scan_plan(mask, layout, **STATES, scheme="doubling")
-    eight = ls.scan_plan(
-        None, ls.layouts.contiguous(32768, 8), **STATES, scheme="doubling"
-    )
-    points = scaling_points(long, RANKS, **SIZES)
-    caption = "H100s with FA2, 32 query and 8 key/value heads of 128, bfloat16, balanced layouts. Simulated, not run."
     return {
         "mask": mask_picture(mask, layout),
         "layout": layout_picture(layout, mask),
         "timeline": timeline_picture(plan),
-        "traffic": traffic_picture(plan),
         "memory": memory_picture(plan),
-        "scan": scan_picture(scan, title="Four documents on four ranks, by doubling"),
-        "scan-one": scan_picture(
-            eight, title="One document on eight ranks, by doubling"
-        ),
-        "mask-64": mask_picture(long, wide.layout),
-        "layout-64": layout_picture(wide.layout, long),
-        "timeline-64": timeline_picture(wide),
-        "traffic-64": traffic_picture(wide),
-        "memory-64": memory_picture(wide),
-        "scaling": scaling_picture(
-            points, title="1,048,576 tokens in 140 documents, causal", remark=caption
-        ),
     }
 
 
@@ -137,10 +104,6 @@ def readme(path: Path) -> None:
 
 if __name__ == "__main__":
     readme(HERE / "readme.png")
-    for name, scene in (pictures() | tutorial()).items():
-        (HERE / f"{name}.svg").write_text(scene.svg(), encoding="utf-8")
-        if not name.endswith("-64") and not name.startswith("tutorial"):
-            write_png(scene, HERE / f"{name}.png", scale=1.5)
-        print(f"{name}: {scene.width:g} x {scene.height:g}")
-    words = "compare --seq 1M --ranks 8,64 --docs longtail --machine h100 --plot"
-    main([*words.split(), str(HERE / "compare.svg")])
+    for name, figure in (pictures() | tutorial()).items():
+        figure.savefig(HERE / f"{name}.png", dpi=150)
+        print(name)

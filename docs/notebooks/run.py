@@ -19,7 +19,11 @@ def ran(path: Path, folder: str | Path) -> nbformat.NotebookNode:
     """Return the notebook with new outputs, run in its own folder. Raises if a cell does."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=240, kernel_name="python3", record_timing=False
+        notebook,
+        timeout=240,
+        startup_timeout=240,
+        kernel_name="python3",
+        record_timing=False,
     )
     return client.execute(cwd=str(folder))
 

@@ -15,13 +15,13 @@ from longspan.run import transports
 from longspan.training import loss
 from longspan.training import loss_without_logits as head
 from longspan.verification import compare, reference
-from tests.device import acceptance_work, attention_work, training_work
+from tests.device import attention_work, gpu_suite_work, training_work
 from tests.simulation.streams_mistakes import rewritten
 
 
-def red_lines(name):
-    _, page = acceptance_work.accepted("--only", name)
-    return [line["text"] for line in page["lines"] if line["red"]] if isinstance(page, dict) else []
+def failing(test):
+    _, found = gpu_suite_work.on_device(test)
+    return [text for outcome, text in found.values() if outcome == "failed"]
 
 
 def attention_waits(name, kernel="reference"):
@@ -77,7 +77,7 @@ class OtherFunction:
 
 
 PINNED = "table.pin_memory().to(device, non_blocking=True)"
-SINKS, SCORE = (red_lines, "exact.sinks"), (red_lines, "exact.score")
+SINKS, SCORE = ((failing, f"exact::test_scores[{kind}]") for kind in ("sinks", "score"))
 PLAIN, PACKED = (huggingface_waits, "mistral", "plain"), (huggingface_waits, "llama", "packed")
 
 MENDS = {

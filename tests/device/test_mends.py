@@ -1,7 +1,6 @@
 """Defects that the stand-in device showed stay mended: with a mend undone, what showed the defect shows it again.
 
-Two more were mended: the seconds of a line when a job is ended (tests/unit/test_acceptance.py), and docs/gpu.md on the
-default backends (test_device.py).
+One more was mended: docs/gpu.md on the default backends (test_device.py).
 """
 
 import pytest

@@ -21,8 +21,6 @@ import torch
 import longspan as ls
 from longspan import layouts, masks
 from longspan.cli import main
-from longspan.cli.verify import _group as joined_group
-from longspan.cli.verify import add_arguments, run
 from longspan.errors import LongspanError, PlanError
 from longspan.scoring.biases import RelativeBias
 from longspan.testing import allowed
@@ -575,76 +573,12 @@ def test_the_command_checks_all_ranks_in_one_process(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     assert found["ranks"] == 3
-    assert [check["checks"][-1]["tensor"] for check in found["checks"]] == ["gradient of sinks"] * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--docs", "3;4"], "lengths such as 200,31,281"),
-        (["--docs", "20,0"], "each 1 or more, but got '20,0'"),
-        (["--docs", "20,31,13", "--seq", "100"], "3 documents of 64 tokens together, but got 100"),
-        (["--docs", "full", "--window", "4"], "--window needs causal documents"),
-        (["--window", "0"], "--window: must be a whole number from 1"),
-        (["--ranks", "0"], "--ranks: must be a whole number from 1"),
-        (["--seq", "0"], "--seq: must be a whole number from 1"),
-        (["--draw", str(1 << 63)], "below 2^63"),
-        (["--device", "foo"], "--device 'foo' cannot be used"),
-        (["--device", "meta"], "--device must hold data"),
-        pytest.param(
-            ["--device", "cuda"],
-            "--device 'cuda' cannot be used",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there"),
-        ),
-    ],
-)
-def test_the_command_refuses_in_one_line(capsys, words, message):
-    assert main(["verify", *words]) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert message in found.err
-    assert found.err.count("\n") == 1
+    assert [list(check["shares"])[-1] for check in found["checks"]] == ["gradient of sinks"] * 2
 
 
 def test_the_command_takes_lengths_that_agree_with_seq(capsys):
     assert main(["verify", "--docs", "20,12", "--seq", "0.03125k", "--ranks", "2", "--schemes", "ring", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
-
-
-def test_the_command_says_what_a_launcher_left_out(monkeypatch, capsys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert main(["verify"]) == 2
-    assert "RANK and WORLD_SIZE are set, but MASTER_ADDR not" in capsys.readouterr().err
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "none")
-    assert main(["verify"]) == 2
-    said = capsys.readouterr().err
-    assert "did not meet: " in said
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
-def test_ranks_of_the_command_talk_over_what_suits_the_tensors(monkeypatch, device, backend):
-    """NCCL for tensors on GPUs, Gloo for those on CPUs, whatever else the host has."""
-    asked = []
-
-    def join(name):
-        asked.append(name)
-        raise ValueError("far enough")
-
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", join)
-    with (
-        pytest.raises(PlanError, match="far enough"),
-        joined_group(torch.device(device), "nccl" if "cuda" in device else "gloo"),
-    ):
-        pass
-    assert asked == [backend]
 
 
 def test_the_command_says_what_is_wrong_with_exit_code_1(monkeypatch, capsys):
@@ -673,21 +607,11 @@ def test_the_command_under_torchrun(tmp_path, form):
     )
     assert done.returncode == 0, done.stderr
     if form:
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        assert json.loads(line)["ranks"] == 2
+        assert json.loads(done.stdout)["ranks"] == 2
     else:
         head = "1 of 1 right, on cpu by cpu_flash\nbalanced over 2 ranks, in as many processes, over Gloo\n"
         assert done.stdout.startswith(head)
         assert done.stdout.count("right, on") == done.stdout.count("scheme ") == 1
-
-
-def test_command_pieces_are_what_the_cli_needs():
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args(["--seq", "24", "--schemes", "exchange", "--ranks", "2", "--layout", "zigzag"])
-    assert run(args) == 0
 
 
 def test_the_page_about_it_runs_as_printed(capsys):

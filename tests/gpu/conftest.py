@@ -1,128 +1,115 @@
-"""Run the tests of this folder on all ranks of a job, in the same order, and write one page about them.
+"""Run the tests of this folder on all ranks of a job, in the same order: a test fails on all where it fails on one.
 
-    torchrun --nproc-per-node 8 -m longspan acceptance    # the same as torchrun ... -m pytest tests/gpu
+    torchrun --nproc-per-node 8 -m pytest tests/gpu
+    torchrun --nproc-per-node 4 -m pytest tests/gpu --quick    # about a minute on CPUs
 
-A test has the name that the page shows: `test_exact.py::test_scheme[ring]` is `exact.ring`. It takes the fixture
-`site`, calls `site.record(...)` or `site.compare(...)`, and fails or skips as any test does. Ranks compare the outcome
-of every test (`session.py`), so all of them end with the same exit status.
+A test takes the fixture `site`, and says what it found by `site.record(...)`, which the end of pytest's report shows.
+Rank 0 writes the report.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longspan.cli.acceptance import add_arguments
-from longspan.cli.command import print_error
 from longspan.cli.launch import join_ranks
-from longspan.cli.output import print_json, progress, screen_of
 from longspan.errors import LongspanError
-from tests.gpu.page import show
-from tests.gpu.session import LostRanksError, Session, select
+from tests.gpu.facts import facts
 from tests.gpu.site import Site
 
-SECTIONS = ("operators", "exact", "long", "training", "memory", "time", "host")
-SITE, SESSION = pytest.StashKey[Site](), pytest.StashKey[Session]()
-
-
-def line_name(item: pytest.Item) -> str:
-    """Return the name of a test on the page: its section, and its parameters or else its function."""
-    params = getattr(item, "callspec", None)
-    return f"{item.path.stem}.{params.id if params else item.name}".replace("test_", "")
-
-
-def usage_error(error: object) -> pytest.UsageError:
-    """Print the error as commands do, on rank 0 only, and return one for pytest."""
-    print_error(f"longspan acceptance: {error}")
-    return pytest.UsageError()
+FILES = ("operators", "exact", "long", "training", "memory", "time", "host")
+"""In the order in which they run."""
+SITE = pytest.StashKey[Site]()
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("acceptance")
-    add_arguments(SimpleNamespace(add_argument=group.addoption))
-    group.addoption("--json", action="store_true", help="print one JSON object and nothing else")
-    group.addoption("--plain", action="store_true", help="plain text, even if rich is installed")
+    parser.addoption("--quick", action="store_true", help="fewer and shorter cases: about a minute")
+    text = "nccl, with tensors on GPUs, or gloo, on CPUs (nccl where every rank has a GPU)"
+    parser.addoption("--backend", choices=("nccl", "gloo"), help=text)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal's reporter takes stdout
+def pytest_configure(config):
+    if os.environ.get("RANK", "0") != "0":
+        stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
+        config.add_cleanup(lambda: setattr(sys, "stdout", stdout))
 
 
 def pytest_sessionstart(session):
-    option, stack = session.config.option, ExitStack()
+    stack = ExitStack()
     session.config.add_cleanup(stack.close)
     try:
-        ranks = stack.enter_context(join_ranks("acceptance", option.backend, alone=option.list))
+        ranks = stack.enter_context(join_ranks(session.config.option.backend))
     except LongspanError as error:
-        raise usage_error(error) from error
+        raise pytest.UsageError(str(error)) from error
     torch.set_num_threads(1)
-    session.config.stash[SITE] = Site(ranks, quick=option.quick)
+    session.config.stash[SITE] = Site(ranks, quick=session.config.option.quick)
 
 
-def pytest_collectreport(report):
-    if report.failed:
-        raise usage_error(report.longrepr)
+def pytest_report_header(config):
+    return [f"{label}: {text}" for label, text in facts(config.stash[SITE]).items() if text]
 
 
 def pytest_collection_modifyitems(config, items):
-    option, other = config.option, "cpu" if config.stash[SITE].is_gpu else "cuda"
-    items[:] = [item for item in items if item.get_closest_marker(other) is None]
-    items.sort(key=lambda item: SECTIONS.index(item.path.stem.removeprefix("test_")))
-    is_slow = {line_name(item): item.get_closest_marker("slow") is not None for item in items}
-    try:
-        names = select(is_slow, option.only, quick=option.quick)
-    except LongspanError as error:
-        raise usage_error(error) from error
-    items[:] = [item for item in items if line_name(item) in names]
+    """Leave out tests of another device and, with --quick, slow ones; skip those that need more ranks."""
+    site = config.stash[SITE]
+    others = {"cpu" if site.is_gpu else "cuda"} | ({"slow"} if site.quick else set())
+    left_out = [item for item in items if others & {marker.name for marker in item.iter_markers()}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: FILES.index(item.path.stem.removeprefix("test_")))
+    for item in items:
+        least = max((marker.args[0] for marker in item.iter_markers("ranks")), default=1)
+        if site.ranks.size < least:
+            item.add_marker(pytest.mark.skip(reason=f"it needs {least} ranks, and there are {site.ranks.size}"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session):
-    option, site, names = session.config.option, session.config.stash[SITE], list(map(line_name, session.items))
-    if option.list:
-        if site.ranks.is_main:
-            print("\n".join(names))
-        session.items.clear()
-        return (yield)
-    bar = ExitStack()  # closed before the page is printed
+def pytest_pyfunc_call(pyfuncitem):
+    """Run the test; fail or skip it where any rank does, with the words of the rank that raised first.
 
-    def finish(report):
-        bar.close()
-        if option.json:
-            print_json("acceptance", report.as_dict())
-            return
-        screen = screen_of(option)
-        show(report, screen)
-        screen.text()
-        screen.text(
-            f"Wrote {option.out.with_suffix('.md')} and {option.out.with_suffix('.json')}: paste them as they are."
-        )
-
-    with bar:
-        advance = bar.enter_context(progress(option, "acceptance", len(names), is_main=site.ranks.is_main))
-        running = session.config.stash[SESSION] = Session(site, names, option.out, advance, finish)
-        with running.until_sigterm():
-            result = yield
-            running.end()
+    A rank that raises alone leaves the others in a collective until the timeout of the test's group.
+    """
+    site, session = pyfuncitem.config.stash[SITE], pyfuncitem.session
+    site.found, mine, begin, result = {}, None, time.monotonic(), None
+    try:
+        result = yield
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+        mine = error
+    outcome = "passed" if mine is None else "skipped" if isinstance(mine, pytest.skip.Exception) else "failed"
+    text = "" if mine is None else f"{type(mine).__name__}: {mine}"
+    row = [outcome, time.monotonic() - begin, text, site.num_groups]
+    try:
+        rows = [json.loads(data) for data in site.gather_bytes(json.dumps(row).encode())]
+        site.close_groups(max(num_groups for *_, num_groups in rows))
+    except (RuntimeError, OSError, ValueError) as error:
+        session.shouldfail = f"ranks were lost in {pyfuncitem.name}: {error}"
+        pytest.fail(text or session.shouldfail, pytrace=False)
+    pyfuncitem.user_properties += site.found.items()
+    if site.is_gpu:
+        torch.cuda.empty_cache()
+    for kind in ("failed", "skipped"):
+        seconds, rank = min(
+            ((row[1], rank) for rank, row in enumerate(rows) if row[0] == kind), default=(0.0, None)
+        )  # fmt: skip
+        if rank is not None:
+            if rank == site.ranks.rank and mine is not None:
+                raise mine
+            end = pytest.fail if kind == "failed" else pytest.skip
+            end(f"rank {rank}, after {seconds:.0f} s: {rows[rank][2]}")
     return result
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """Run the test here and on the other ranks, and fail or skip where any of them did."""
-    session = pyfuncitem.config.stash[SESSION]
-    least_ranks = max((marker.args[0] for marker in pyfuncitem.iter_markers("ranks")), default=1)
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    try:
-        outcome = session.run(line_name(pyfuncitem), least_ranks, pyfuncitem.obj, arguments)
-    except LostRanksError as error:
-        session.end()
-        pyfuncitem.session.shouldfail = str(error)
-        pytest.fail(str(error), pytrace=False)
-    if outcome.is_red:
-        pytest.fail(outcome.text, pytrace=False)
-    if outcome.verdict == "not run":
-        pytest.skip(outcome.text)
-    return True
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.getreports("passed"):
+        if report.when == "call" and (found := dict(report.user_properties).get("found")):
+            terminalreporter.write_line(f"{report.nodeid.partition('test_')[2]}: {found}")
 
 
 @pytest.fixture(scope="session")

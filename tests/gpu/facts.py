@@ -1,4 +1,4 @@
-"""The facts at the top of the page: devices and their links, versions, settings, the active flash attention."""
+"""The facts at the top of the report: devices and their links, versions, settings, the active flash attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch.cuda import nccl
@@ -28,19 +27,19 @@ PLAIN_VALUE = re.compile(r"[\w:,.^=-]{1,40}")
 """Other values of variables may be paths or addresses, and are not shown."""
 
 
-def facts(site: Site) -> dict[str, Any]:
-    """Return what a reader of the page needs to know about the machine, without host names, users and paths."""
+def facts(site: Site) -> dict[str, str | None]:
+    """Return what a reader of the report needs to know about the machine, without host names, users and paths."""
     ranks = site.ranks
     kernels = [f"{describe_kernel(site.sizes, dtype, ranks.device)} for {dtype}" for dtype in ("bfloat16", "float32")]
-    rows: dict[str, Any] = {
+    rows: dict[str, str | None] = {
         "ranks": f"{ranks.size} over {ranks.backend}, {ranks.local_size} a host",
         "device": "CPU",
         "kernel": ", ".join(kernels),
-        "versions": _versions(),
+        "versions": ", ".join(f"{name} {number}" for name, number in _versions().items() if number),
         "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores,"
         f" threads of a rank: {torch.get_num_threads()}",
         "float32 products": torch.get_float32_matmul_precision(),
-        "set": settings(),
+        "set": ", ".join(settings()),
     }
     if site.is_gpu:
         about = torch.cuda.get_device_properties(ranks.device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -21,53 +21,6 @@ from longspan.planning.steps import Sizes
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 """A rank that fails leaves the others in a collective for this long; then they fail, too, and the next test begins."""
-VERDICTS = ("right", "not run", "slower", "too slow", "wrong")
-"""The best first."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a test: a verdict, a sentence and numbers."""
-
-    verdict: str
-    text: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-    times: float | None = None
-    """Measured time divided by predicted time, where there is a prediction."""
-
-    @property
-    def is_red(self) -> bool:
-        return self.verdict in ("too slow", "wrong")
-
-
-def compare_times(times: float, limits: tuple[float, float], text: str, **figures: Any) -> Outcome:
-    """Return "right" up to the first limit of measured over predicted time, "too slow" beyond the second.
-
-    >>> [compare_times(times, (1.25, 2.0), "").verdict for times in (0.9, 1.3, 2.1)]
-    ['right', 'slower', 'too slow']
-    """
-    verdicts = ("right", "slower", "too slow")
-    return Outcome(verdicts[sum(times > limit for limit in limits)], text, figures, times)
-
-
-def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the worst outcome of all ranks, with its rank if not all agree; of equals that with the least margin.
-
-    >>> worst([Outcome("right", "fine"), Outcome("wrong", "dq is off")]).text
-    'rank 1: dq is off'
-    >>> worst([Outcome("right", "0.1 used", {"used": 0.1}), Outcome("right", "0.3 used", {"used": 0.3})]).text
-    '0.3 used'
-    """
-
-    def badness(rank: int) -> tuple[int, float, int]:
-        outcome = outcomes[rank]
-        return VERDICTS.index(outcome.verdict), outcome.times or outcome.figures.get("used", 0.0), -rank
-
-    rank = max(range(len(outcomes)), key=badness)
-    outcome = outcomes[rank]
-    if all(other.verdict == outcome.verdict for other in outcomes):
-        return outcome
-    return replace(outcome, text=f"rank {rank}: {outcome.text}")
 
 
 def tokens_of(size: str) -> int:
@@ -85,7 +38,8 @@ class Site:
         self.ranks, self.quick = ranks, quick
         self.machine: Machine | None = None
         """Set by calibration; only that of rank 0 is fitted to whole attention calls."""
-        self.outcome = Outcome("right")
+        self.found: dict[str, Any] = {}
+        """What the running test recorded: a sentence as `found`, and numbers."""
         self._groups: list[dist.ProcessGroup] = []
 
     @property
@@ -102,12 +56,14 @@ class Site:
         return tokens_of(size)
 
     def record(self, text: str, **figures: Any) -> None:
-        """Set the sentence and the numbers that the page shows for this test."""
-        self.outcome = Outcome("right", text, figures)
+        """Keep a sentence and numbers for the report of the running test."""
+        self.found = {"found": text, **figures}
 
-    def compare(self, times: float, limits: tuple[float, float], text: str, **figures: Any) -> None:
-        """Record a time as a multiple of its prediction, with a verdict by the limits."""
-        self.outcome = compare_times(times, limits, text, **figures)
+    def compare(self, times: float, limit: float, text: str, **figures: Any) -> None:
+        """Record a time as a multiple of its prediction; fail above the limit."""
+        self.record(f"{text}; {times:.2f} times the prediction", times=times, **figures)
+        if times > limit:
+            pytest.fail(f"{text}: {times:.2f} times the prediction, and allowed are {limit:.2f}", pytrace=False)
 
     def plan(self, mask_name: str, size: str, scheme: str = "exchange") -> Plan:
         """Return the plan of a workload. It does not depend on this rank's machine, since the scheme is named."""

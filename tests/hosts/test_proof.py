@@ -244,5 +244,5 @@ def test_other_logits_are_computed_and_the_model_is_accepted():
 def test_the_command_says_it_and_its_status_too(words, status, said, capsys):
     from longspan.cli.command import main
 
-    assert main(["prove", *words, "--plain"]) == status
+    assert main(["prove", *words]) == status
     assert said in " ".join(capsys.readouterr().out.split())

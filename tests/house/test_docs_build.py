@@ -53,14 +53,14 @@ def coded(kind):
 
 
 def commands():
-    """(words, lines shown) of every `$ longspan plan`, `compare` or `show scan` in the pages."""
+    """(words, lines shown) of every `$ longspan plan` and `$ longspan show` in the pages."""
     found = []
     for page in PAGES:
         for _, text in blocks(page, "text"):
             joined = re.sub(r"\\\n\s*", "", text)  # a command may go on behind a backslash
             for part in re.split(r"^\$ ", joined, flags=re.MULTILINE)[1:]:
                 command, *lines = part.splitlines()
-                if re.match(r"longspan (plan|compare|show scan) [^|]+$", command):
+                if re.match(r"longspan (plan|show) [^|]+$", command) and "machine.json" not in command:
                     shown = [line for line in lines if line]
                     found.append(pytest.param(shlex.split(command)[1:], shown, id=f"{page}:{command}"))
     return found
@@ -95,7 +95,7 @@ def test_torchrun_blocks_are_among_the_jobs():
 def test_quoted_commands_print_what_is_quoted(capsys, monkeypatch, words, lines):
     monkeypatch.setenv("COLUMNS", "100")
     does_not_fit = any("GB: no, because" in line for line in lines)
-    assert main([*words, "--plain"]) == int(does_not_fit)
+    assert main(words) == int(does_not_fit)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     missing = [line for line in lines if line.rstrip() not in printed]
     assert not missing, "\n".join(["not printed:", *missing, "printed:", *printed])
@@ -174,7 +174,7 @@ def test_every_page_shows_pictures_that_exist():
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (DOCS / page).read_text()):
             assert ((DOCS / page).parent / target).exists(), f"{page}: {target}"
     for layer in ("masks", "layouts", "planning", "run"):
-        assert re.search(r"!\[.+\]\(\.\./images/\w+\.svg\)", (DOCS / "layers" / f"{layer}.md").read_text())
+        assert re.search(r"!\[.+\]\(\.\./images/\w+\.png\)", (DOCS / "layers" / f"{layer}.md").read_text())
 
 
 def test_no_paths_of_a_machine_in_the_pages():

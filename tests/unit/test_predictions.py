@@ -11,7 +11,6 @@ import torch
 import longspan as ls
 from benchmarks.host_time import CASES, plan_of
 from benchmarks.kernels import LONG, MAX_ERROR, points
-from longspan.cli.calibrate import assumptions
 from longspan.cli.measure import fit_line
 from longspan.errors import PlanError
 from longspan.kernels.cuda_flash import Flash, implementation
@@ -20,7 +19,6 @@ from longspan.planning.choose import GAIN, TIE
 from longspan.planning.kernel_memory import KERNELS, LaunchShape, table_bytes, workspace_bytes, workspace_of
 from longspan.planning.machine import (
     A100,
-    CPU,
     H100,
     H100_FA3,
     H100_FITTED,
@@ -369,15 +367,6 @@ def test_figures_of_the_audit():
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
-
-
-def test_calibration_says_what_it_did_not_measure():
-    assert assumptions(H100, on_gpu=True, alone=True) == [
-        "rows and widths of tiles, as in h100",
-        "that a step takes one launch for each window, as in h100",
-        "links, as in h100, since there is one rank",
-    ]
-    assert not any("links" in words for words in assumptions(CPU, on_gpu=False, alone=False))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@ self-check, and advice.
 
   longspan doctor                                  # one process, all ranks of the self-check inside it
   torchrun --nproc-per-node 4 -m longspan doctor   # with the clocks and links between ranks, on GPUs where there are
+  torchrun --nproc-per-node 4 -m longspan doctor --out machine.json   # also measures whole calls, for plan --machine
 
-Exit code 1: the self-check failed. Untested versions are named, and change no exit code.
+Measure with as many ranks on a host as will run there: ranks that share cores share their speed. Exit code 1: the
+self-check failed. Untested versions are named, and change no exit code.
 """
 
 from __future__ import annotations
@@ -17,53 +19,65 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from longspan.cli.launch import BACKENDS, JobRanks, add_backend, clocks, describe_device, describe_kernel, join_ranks
-from longspan.cli.output import Screen, print_json, progress, screen_of
-from longspan.cli.verify import LEGEND, check_row, one_thread, show_shares
+from longspan.cli.launch import (
+    BACKENDS,
+    JobRanks,
+    add_backend,
+    clocks,
+    describe_device,
+    describe_kernel,
+    join_ranks,
+    one_thread,
+)
+from longspan.cli.output import count, print_facts, print_json, print_text, progress, to_write
+from longspan.cli.verify import LEGEND, check_row, show_shares
 from longspan.formatting import format_count, rate_text, seconds_text
+from longspan.planning.machine import Machine, machine_text
+from longspan.planning.steps import ITEMSIZE, Sizes
 from longspan.versions import check_versions
 
-PACKAGES = ("torch", "numpy", "rich", "matplotlib", "transformers", "accelerate")
+PACKAGES = ("torch", "numpy", "matplotlib", "transformers", "accelerate")
 DTYPES = ("bfloat16", "float32")
 SCHEMES = ("exchange", "ring", "all_gather", "all_to_all", "hybrid(2,exchange)")
 FAR_CLOCK = 1e-3
 SLOW_MESSAGE = 1e-3
+ROUNDS, MORE_ROUNDS = 3, 9
+"""Of each measurement, without a file and with one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="no timings, and a shorter self-check")
+    parser.add_argument("--out", type=to_write(".json"), metavar="FILE", help="write the machine, for plan --machine")
     add_backend(parser)
+    tensors = parser.add_argument_group("tensors that kernels are measured on")
+    tensors.add_argument("--q-heads", type=count, default=8, help="query heads (8)")
+    tensors.add_argument("--kv-heads", type=count, default=8, help="key/value heads (8)")
+    tensors.add_argument("--head-dim", type=count, default=64, help="features of a head (64)")
+    tensors.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="(bfloat16)")
 
 
 def run(args: argparse.Namespace) -> int:
-    with progress(args, "examining", is_main=os.environ.get("RANK", "0") == "0", lines=True) as advance:
-        advance("loading PyTorch")
-        import torch.distributed  # noqa: F401  # takes seconds
-    with (
-        join_ranks("doctor", args.backend, alone=True) as ranks,
-        progress(args, "examining", num_parts(ranks, args.quick), is_main=ranks.is_main, lines=True) as advance,
-    ):
-        findings = examine(ranks, args.quick, advance)
+    advance = progress(args, "examining", is_main=os.environ.get("RANK", "0") == "0")
+    advance("loading PyTorch")
+    with join_ranks(args.backend) as ranks:
+        findings, machine = examine(ranks, args, advance)
     if ranks.is_main:
+        if args.out is not None and machine is not None:
+            args.out.write_text(machine_text(machine))
         if args.json:
             print_json("doctor", findings)
         else:
-            show(findings, screen_of(args))
+            show(findings, machine)
+            if args.out is not None:
+                print_text()
+                print_text(f"Wrote {args.out}: longspan plan --machine {args.out} reads it.")
     return 0 if findings["ok"] else 1
 
 
-def num_parts(ranks: JobRanks, quick: bool) -> int:
-    """Return how many times `examine` calls `advance`."""
-    checks = len(_cases(ranks, quick))
-    if quick:
-        return checks
-    from longspan.cli.measure import MESSAGES, TILES
-
-    return checks + len(TILES) + 2 + (len(MESSAGES) if ranks.size > 1 else 0)
-
-
-def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dict[str, Any]:
-    """Return all findings, with advice."""
+def examine(
+    ranks: JobRanks, args: argparse.Namespace, advance: Callable[[str], None]
+) -> tuple[dict[str, Any], Machine | None]:
+    """Return all findings, with advice, and the measured machine."""
     import torch
 
     from longspan.kernels.cuda_flash import implementation
@@ -83,12 +97,19 @@ def examine(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> dic
         "threads_per_rank": torch.get_num_threads(),
     }
     findings["clocks"] = [{"ahead_seconds": c.ahead, "round_trip_seconds": c.round_trip} for c in clocks(ranks)]
-    findings["speed"] = None if quick else speed(ranks, advance)
+    machine = None
+    if not args.quick or args.out is not None:
+        from longspan.cli.measure import measure
+
+        sizes = Sizes(args.q_heads, args.kv_heads, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
+        name, rounds = ("here", ROUNDS) if args.out is None else (args.out.stem, MORE_ROUNDS)
+        machine = measure(ranks, sizes, args.dtype, rounds, name, advance, whole=args.out is not None)
+    findings["speed"] = None if machine is None else asdict(machine)
     with one_thread():
-        findings["checks"] = list(self_checks(ranks, quick, advance))
+        findings["checks"] = list(self_checks(ranks, args.quick, advance))
     findings["ok"] = all(check["ok"] for check in findings["checks"])
     findings["advice"] = list(advice(findings))
-    return findings
+    return findings, machine
 
 
 def versions() -> dict[str, str | None]:
@@ -128,44 +149,17 @@ def kernels() -> dict[str, str]:
     return {name: kernel_named(name).refuses(q, k, v) or "yes" for name in names}
 
 
-def speed(ranks: JobRanks, advance: Callable[[str], None]) -> dict[str, float]:
-    """Measure what `longspan calibrate` does, in a few rounds."""
-    from longspan.cli.calibrate import measure
-    from longspan.planning.steps import Sizes
-
-    machine, _ = measure(ranks, Sizes(8, 8, 64, 64, 2), "bfloat16", 3, "doctor", advance, whole=False)
-    rates = {
-        "forward_flops": machine.flops * machine.forward_share,
-        "backward_flops": machine.flops * machine.backward_share,
-        "copy_bytes_per_second": machine.copy_bandwidth,
-    }
-    if ranks.size > 1:
-        rates["link_bytes_per_second"] = machine.links[-1].bandwidth
-        rates["link_latency_seconds"] = machine.links[-1].latency
-    return rates
-
-
-def _cases(ranks: JobRanks, quick: bool) -> list[tuple[str, str]]:
-    """Return dtypes and schemes of the self-check."""
-    schemes = SCHEMES[:2] if quick else SCHEMES
-    is_even = ranks.size == 1 or ranks.size % 2 == 0
-    names = [name for name in schemes if is_even or not name.startswith("hybrid")]
-    return [(dtype, name) for dtype in (DTYPES[:1] if quick else DTYPES) for name in names]
-
-
 def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Compare small attention calls over ranks with dense float64, by `longspan.verification.verify`."""
-    import torch.distributed as dist
-
     from longspan import layouts, masks
     from longspan.api import attention, plan
     from longspan.verification import loopback_attention, verify
 
-    size = ranks.size if ranks.size > 1 else 4
+    size, group = ranks.size if ranks.size > 1 else 4, ranks.group
     mask = masks.documents([150, 9, 201]) & masks.causal() & masks.sliding_window(127)
     layout = layouts.balanced(mask, world_size=size)
-    group = dist.group.WORLD if ranks.size > 1 else None
-    for dtype, name in _cases(ranks, quick):
+    names = [name for name in SCHEMES[: 2 if quick else None] if size % 2 == 0 or not name.startswith("hybrid")]
+    for dtype, name in [(dtype, name) for dtype in DTYPES[: 1 if quick else None] for name in names]:
         advance(f"{name}, {dtype}")
         scheme_plan = plan(mask, layout, q_heads=4, kv_heads=2, head_dim=32, dtype=dtype, scheme=name)
 
@@ -174,8 +168,7 @@ def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) ->
                 return loopback_attention(q, k, v, scheme_plan)
             return attention(q, k, v, scheme_plan, group=group)
 
-        probes = 1 if quick else 3
-        report = verify(call, None, scheme_plan, group=group, probes=probes, device=ranks.device)
+        report = verify(call, None, scheme_plan, group=group, probes=1 if quick else 3, device=ranks.device)
         kernel = describe_kernel(scheme_plan.sizes, dtype, ranks.device)
         text = "" if report.ok else str(report)
         yield {**check_row(report, name, dtype), "ranks": size, "kernel": kernel, "text": text}
@@ -183,7 +176,7 @@ def self_checks(ranks: JobRanks, quick: bool, advance: Callable[[str], None]) ->
 
 def advice(findings: dict[str, Any]) -> Iterator[str]:
     """Yield what to change, most urgent first."""
-    host, link = findings["host"], findings["speed"] or {}
+    host, speed = findings["host"], findings["speed"]
     if not findings["ok"]:
         yield "The self-check failed: do not train with this installation. Report the text above."
     if not findings["backends"]["gloo"] and not findings["backends"]["nccl"]:
@@ -199,14 +192,13 @@ def advice(findings: dict[str, Any]) -> Iterator[str]:
         )
     far = [r for r, clock in enumerate(findings["clocks"]) if abs(clock["ahead_seconds"]) > FAR_CLOCK]
     if far:
-        yield f"Clocks of ranks {far} differ from rank 0's by over a millisecond: `bench` corrects for it, logs do not."
-    if link.get("link_latency_seconds", 0.0) > SLOW_MESSAGE:
+        yield f"Clocks of ranks {far} differ from rank 0's by over a millisecond: compare no logs by their times."
+    if host["ranks"] > 1 and speed and speed["links"][-1]["latency"] > SLOW_MESSAGE:
         yield "A message takes over a millisecond: prefer schemes with few steps (exchange, all_to_all) to rings."
     if host["ranks"] == 1:
         yield "There is only one process: run this under torchrun to examine the ranks' clocks and links."
-    for name in ("rich", "matplotlib"):
-        if findings["versions"][name] is None:
-            yield f"{name} is not installed: {'plain tables' if name == 'rich' else 'no pictures'}. It is optional."
+    if findings["versions"]["matplotlib"] is None:
+        yield "matplotlib is not installed: no pictures. It is optional."
 
 
 def headline(findings: dict[str, Any]) -> str:
@@ -220,24 +212,21 @@ def headline(findings: dict[str, Any]) -> str:
     return "fit" if findings["tested"]["tested"] else "right in the self-check, on versions that were NOT tested"
 
 
-def show(findings: dict[str, Any], screen: Screen) -> None:
-    screen.title(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
-    screen.facts(list(_facts(findings)))
-    screen.text()
-    show_shares(findings["checks"], screen)
-    screen.text()
+def show(findings: dict[str, Any], machine: Machine | None) -> None:
+    print_text(f"longspan {findings['versions']['longspan']}: {headline(findings)}")
+    print_facts([*_facts(findings), *(_speed_facts(machine, findings["host"]["ranks"]) if machine else ())])
+    print_text()
+    show_shares(findings["checks"])
     for check in findings["checks"]:
         if not check["ok"]:
-            screen.text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
-    screen.notes((LEGEND,))
-    if findings["advice"]:
-        screen.text()
-        for line in findings["advice"]:
-            screen.text(f"- {line}")
+            print_text(f"FAILED: {check['scheme']}, {check['dtype']}: {check['text']}")
+    print_text(LEGEND)
+    for line in findings["advice"]:
+        print_text(f"- {line}")
 
 
 def _facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    host, rates, checks = findings["host"], findings["speed"], findings["checks"]
+    host, checks = findings["host"], findings["checks"]
     installed = [f"{name} {number}" for name, number in findings["versions"].items() if number and name != "longspan"]
     yield "versions", ", ".join(installed)
     yield "tested", findings["tested"]["text"]
@@ -252,15 +241,24 @@ def _facts(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
         worst = max(abs(clock["ahead_seconds"]) for clock in findings["clocks"])
         trip = max(clock["round_trip_seconds"] for clock in findings["clocks"])
         yield "clocks", f"within {seconds_text(worst)} of rank 0's; there and back in {seconds_text(trip)}"
-    if rates is not None:
-        forward, backward = (rate_text(rates[f"{name}_flops"], "FLOP/s") for name in ("forward", "backward"))
-        copies = rate_text(rates["copy_bytes_per_second"], "B/s")
-        yield "speed", f"{forward} forward, {backward} backward, copies {copies}, a rank"
-        if "link_bytes_per_second" in rates:
-            latency = seconds_text(rates["link_latency_seconds"])
-            yield "links", f"{rate_text(rates['link_bytes_per_second'], 'B/s')}, {latency} a message"
     how = f"over {BACKENDS[host['backend']]}" if host["ranks"] > 1 else "in one process"
     how += "" if host["device"] == "cpu" else f", on {host['device']} and its like"
-    names = ", ".join(dict.fromkeys(check["kernel"] for check in checks if "kernel" in check))
+    names = ", ".join(dict.fromkeys(check["kernel"] for check in checks))
     good = sum(check["ok"] for check in checks)
     yield "self-check", f"{good} of {len(checks)} attentions equal dense float64, gradients too, {how}, by {names}"
+
+
+def _speed_facts(machine: Machine, num_ranks: int) -> Iterator[tuple[str, str]]:
+    rates = (rate_text(machine.flops * share, "FLOP/s") for share in (machine.forward_share, machine.backward_share))
+    copies = rate_text(machine.copy_bandwidth, "B/s")
+    yield (
+        "speed",
+        "{} forward, {} backward, copies {}, a rank; {} an operation".format(
+            *rates, copies, seconds_text(machine.op_seconds)
+        ),
+    )
+    if machine.launch_seconds:
+        times = map(seconds_text, (machine.launch_seconds, machine.message_seconds, machine.call_seconds))
+        yield "host time", "{} to queue an operation, {} a message, {} a call in addition".format(*times)
+    for link in machine.links if num_ranks > 1 else ():
+        yield "link", f"{rate_text(link.bandwidth, 'B/s')}, {seconds_text(link.latency)} a message"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import LongspanError, PlanError
+from longspan.errors import LongspanError
 from longspan.planning.steps import Sizes
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ class JobRanks:
     def is_main(self) -> bool:
         """Whether this rank prints and writes files."""
         return self.rank == 0
+
+    @property
+    def group(self) -> Any:
+        """The group of all ranks; None for a single one."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD if self.size > 1 else None
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Return every rank's tensor on the CPU; they must agree in dtype and all sizes but the first."""
@@ -76,71 +83,34 @@ class JobRanks:
             torch.accelerator.synchronize(self.device)
 
 
-def is_launched() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    text = "nccl, with tensors on GPUs, or gloo, on CPUs (nccl where there is CUDA)"
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help=text)
+    text = "nccl, with tensors on GPUs, or gloo, on CPUs (nccl where every rank has a GPU)"
+    parser.add_argument("--backend", choices=tuple(BACKENDS), help=text)
 
 
-def place(backend: str | None, num_gpus: int, local_rank: int, *, sees_one_gpu: bool = False) -> tuple[str, str]:
+def place(backend: str | None, num_gpus: int, local_rank: int, local_size: int, visible: str = "") -> tuple[str, str]:
     """Return the backend, and the device of this rank's tensors; each rank of a host has its own GPU.
 
-    With `sees_one_gpu` the launcher exposes one GPU to this rank, which is number 0 for every rank.
+    A launcher may show each rank only its own GPU, which is then number 0: `visible` is CUDA_VISIBLE_DEVICES.
 
-    >>> place(None, 8, 3), place("gloo", 8, 3), place(None, 0, 3), place(None, 1, 3, sees_one_gpu=True)
+    >>> place(None, 8, 3, 8), place("gloo", 8, 3, 8), place(None, 2, 3, 4), place(None, 1, 3, 4, visible="3")
     (('nccl', 'cuda:3'), ('gloo', 'cpu'), ('gloo', 'cpu'), ('nccl', 'cuda:0'))
     """
-    backend = backend or ("nccl" if num_gpus else "gloo")
+    has_own = num_gpus == 1 and bool(visible) and "," not in visible
+    backend = backend or ("nccl" if has_own or num_gpus >= local_size else "gloo")
     if backend == "gloo":
         return backend, "cpu"
-    if num_gpus == 1 and sees_one_gpu:
-        return backend, "cuda:0"
-    if local_rank >= num_gpus:
+    if not has_own and local_rank >= num_gpus:
         raise LongspanError(
-            f"NCCL needs a GPU for every rank, but PyTorch sees {num_gpus} on this host, which has a rank {local_rank}"
-            f" (they count from 0). Start at most {num_gpus} ranks on a host, make one GPU visible to each rank"
-            f" (CUDA_VISIBLE_DEVICES), or use --backend gloo."
-            if num_gpus
-            else "--backend nccl needs CUDA devices, but PyTorch sees none here. Use --backend gloo, or leave it out."
+            f"--backend nccl needs a GPU for every rank, but PyTorch sees {num_gpus} on this host, which has a rank"
+            f" {local_rank} (they count from 0). Start fewer ranks, or use --backend gloo."
         )
-    return backend, f"cuda:{local_rank}"
-
-
-def sees_one_gpu(env: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES names exactly one GPU.
-
-    >>> [sees_one_gpu({"CUDA_VISIBLE_DEVICES": names}) for names in ("3", "GPU-1f", "0,1", "")], sees_one_gpu({})
-    ([True, True, False, False], False)
-    """
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    return bool(visible) and "," not in visible
-
-
-def init_group(backend: str, device: str) -> None:
-    """Create the process group of all ranks, or raise a PlanError that says why it cannot be created."""
-    import torch
-    import torch.distributed as dist
-
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(backend)
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise PlanError(
-            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {reason:.160}. Start"
-            f" all with torchrun."
-        ) from error
+    return backend, "cuda:0" if has_own else f"cuda:{local_rank}"
 
 
 @contextmanager
-def join_ranks(command: str, backend: str | None, *, alone: bool = False) -> Iterator[JobRanks]:
-    """Join the ranks of the job while the context lasts; with `alone`, also without a launcher, as one rank."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints to stderr
+def join_ranks(backend: str | None = None) -> Iterator[JobRanks]:
+    """Join the ranks of the job while the context lasts; without a launcher there is one rank and no group."""
     import torch
     import torch.distributed as dist
 
@@ -152,23 +122,42 @@ def join_ranks(command: str, backend: str | None, *, alone: bool = False) -> Ite
         device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
         yield JobRanks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), backend, device)
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    where = place(backend, torch.cuda.device_count(), local_rank, sees_one_gpu=sees_one_gpu(os.environ))
-    if not is_launched():
-        if not alone:
-            raise LongspanError(
-                f"{command} runs on all ranks at once. Start it as: torchrun --nproc-per-node 4 -m longspan"
-                f" {command} ..."
-            )
-        yield JobRanks(0, 1, 1, *where)
+    local_rank, local_size = (
+        int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    backend, device = place(backend, torch.cuda.device_count(), local_rank, local_size, visible)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield JobRanks(0, 1, 1, backend, device)
         return
-    init_group(*where)
+    if device != "cpu":
+        torch.cuda.set_device(device)
     try:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        yield JobRanks(dist.get_rank(), dist.get_world_size(), local, *where)
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise LongspanError(
+            f"the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe did not meet: {reason:.160}. Start"
+            f" all with torchrun."
+        ) from error
+    try:
+        yield JobRanks(dist.get_rank(), dist.get_world_size(), local_size, backend, device)
         dist.barrier()  # other ranks may still use the connections
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one thread: ranks share a host's cores, and these tensors are small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True)

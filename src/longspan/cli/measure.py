@@ -7,30 +7,70 @@ as in a step: ranks that share cores slow each other down, so the machine is rig
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from longspan import layouts, masks
 from longspan.api import attention, plan
 from longspan.cli.launch import JobRanks, clocks
-from longspan.cli.trace import COMPUTE, DIRECTIONS, MESSAGE, WAIT, Slice
-from longspan.kernels import choose_kernel, kernel_named
+from longspan.kernels import choose_kernel, implementation_of, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
 from longspan.masks import Mask
 from longspan.masks.bands import LIMIT
-from longspan.planning.machine import Machine, steps_work, tile_work
+from longspan.planning.machine import CPU, Link, Machine, nearest, steps_work, tile_work
 from longspan.planning.plan import Plan
 from longspan.planning.simulator import simulate
 from longspan.planning.steps import Schedule, Sizes
 from longspan.tile import Tile
+
+DIRECTIONS = ("forward", "backward")
+ALL_RANKS = 1 << 30
+
+
+def measure(
+    ranks: JobRanks, sizes: Sizes, dtype: str, rounds: int, name: str, advance: Callable[[str], None], *, whole: bool
+) -> Machine:
+    """Return the machine that these ranks run on, without `whole` from bare kernels, copies and links alone."""
+    timer = KernelTimer(sizes, getattr(torch, dtype), ranks)
+    kernel, base = timer.kernel.name, CPU
+    if ranks.device != "cpu":
+        about_gpu = torch.cuda.get_device_properties(ranks.device)
+        runs = implementation_of(kernel)
+        base = replace(nearest(about_gpu.major, runs), kernel=runs, slots=about_gpu.multi_processor_count)
+    forward_times, backward_times = timer.measure(rounds, advance)
+    forward = kernel_rate(forward_times, sizes, base, "forward")
+    backward = kernel_rate(backward_times, sizes, base, "backward")
+    advance("copies")
+    copies = copy_rate(ranks, rounds)
+    # A hop to the next rank stays inside a host for most ranks; a hop of a host's size never does.
+    inside = min(ranks.local_size, ranks.size)
+    links = [Link(ALL_RANKS, *link_cost(ranks, 1, rounds, advance))] if ranks.size > 1 else list(base.links)
+    if 1 < inside < ranks.size:
+        links = [replace(links[0], ranks=inside), Link(ALL_RANKS, *link_cost(ranks, inside, rounds, advance))]
+    assumed = [f"rows and widths of tiles, as in {base.name}"]
+    assumed += [] if ranks.device == "cpu" else [f"that a step takes one launch for each window, as in {base.name}"]
+    assumed += [f"links, as in {base.name}, since there is one rank"] if ranks.size == 1 else []
+    source = (
+        f"measured by longspan doctor: {ranks.size} ranks at once, {inside} a host with {os.cpu_count()} cores,"
+        f" {torch.get_num_threads()} threads a rank, kernel {kernel}, {dtype},"
+        f" {sizes.q_heads}:{sizes.kv_heads} heads of {sizes.head_dim}, {ranks.backend}, torch {torch.__version__};"
+        f" not measured: {'; '.join(assumed)}"
+    )
+    machine = replace(
+        with_rates(base, forward, backward), name=name, source=source, copy_bandwidth=copies, slot_seconds=0.0,
+        op_seconds=(forward_times[SMALL, 1, False] + backward_times[SMALL, 1, False]) / 2, links=tuple(links),
+    )  # fmt: skip
+    if ranks.device != "cpu":
+        machine = fit_host(ranks, machine, sizes, dtype, rounds, advance)
+    return measure_and_fit(ranks, machine, sizes, dtype, rounds, advance) if whole else machine
+
 
 # -- Kernels, copies and links -----------------------------------------------------------------------------------------
 
@@ -142,22 +182,7 @@ def link_cost(ranks: JobRanks, hop: int, rounds: int, advance: Callable[[str], N
     return 1 / slope, max(seconds[0] - slope * MESSAGES[0], 0.0)
 
 
-# -- Passes, timed and traced ------------------------------------------------------------------------------------------
-
-
-KINDS = (COMPUTE, MESSAGE, WAIT)
-_ANCHOR = "longspan anchor"
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of each repetition of each pass, from when all ranks have begun to the end of the last one."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-    def median(self, direction: str) -> float:
-        return sorted(getattr(self, direction))[len(self.forward) // 2]
+# -- Passes ------------------------------------------------------------------------------------------------------------
 
 
 class MeasuredRun:
@@ -205,82 +230,21 @@ class MeasuredRun:
                 times[direction].append(span)
 
 
-def time_passes(run: MeasuredRun, repeats: int, ahead: list[float], advance: Any = None) -> Passes:
-    """Time the passes, after one repetition to warm up."""
-    run.once()
+def time_passes(run: MeasuredRun, repeats: int) -> dict[str, float]:
+    """Return the median seconds of each pass, from when all ranks have begun to the end of the last one."""
+    ahead = [clock.ahead for clock in clocks(run.ranks)]
+    run.once()  # to warm up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in DIRECTIONS}
-    for number in range(repeats):
-        if advance is not None:
-            advance(f"repetition {number + 1}")
+    for _ in range(repeats):
         run.once(times)
-    seconds: list[tuple[float, ...]] = []
+    medians: dict[str, float] = {}
     for name in DIRECTIONS:
         by_rank = run.ranks.gather(torch.tensor(times[name], dtype=torch.float64))
         # (ranks, repeats, begin and end), on the clock of rank 0
         common = torch.stack([rows - ahead[rank] for rank, rows in enumerate(by_rank)])
-        seconds.append(tuple((common[:, :, 1].amax(0) - common[:, :, 0].amin(0)).tolist()))
-    return Passes(*seconds)
-
-
-def profile_slices(run: MeasuredRun, ahead: list[float]) -> list[Slice]:
-    """Return the slices of one repetition on all ranks, on the clock of rank 0, beginning at 0."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        anchor = time.perf_counter_ns()  # the same moment on both clocks
-        with record_function(_ANCHOR):
-            pass
-        run.once()
-    events: list[Any] = list(profiler.events() or [])
-    zero = next(event.time_range.start for event in events if event.name == _ANCHOR)
-    timings: list[tuple[str, int, int]] = []  # in nanoseconds of time.perf_counter
-    for event in events:
-        start, stop = (anchor + round((t - zero) * 1e3) for t in (event.time_range.start, event.time_range.end))
-        timings.append((event.name, start, stop))
-    mine = torch.tensor(_slice_rows(timings, run), dtype=torch.int64).view(-1, 7)
-    mine[:, 3:5] -= round(ahead[run.ranks.rank] * 1e9)
-    every = run.ranks.gather(mine)
-    first = min(int(rows[:, 3].min()) for rows in every)
-    slices: list[Slice] = []
-    for rank, rows in enumerate(every):
-        for direction, step, kind, start, stop, peer, size in rows.tolist():
-            begin, end = (start - first) / 1e9, (stop - first) / 1e9
-            slices.append(Slice(rank, DIRECTIONS[direction], step, KINDS[kind], begin, end, peer, size))
-    return slices
-
-
-def _slice_rows(timings: list[tuple[str, int, int]], run: MeasuredRun) -> list[list[int]]:
-    """Return (direction, step, kind, start, stop, peer, bytes) of this rank's steps.
-
-    A message lasts from where its step's computes begin, just after it was started, to where the rank has waited for
-    all of the step's messages: it may have arrived earlier.
-    """
-    rank = run.ranks.rank
-    waits = sorted((stop, start) for name, start, stop in timings if name in ("gloo:recv", "gloo:send"))
-    rows: list[list[int]] = []
-    for index, direction in enumerate(DIRECTIONS):
-        for number, step in enumerate(run.plan.steps(rank, direction)):
-            name = f"longspan {direction} rank {rank} step {number}"
-            marked = [(start, stop) for label, start, stop in timings if label == name]
-            if not marked:
-                continue
-            start, stop = marked[0]
-            if step.computes:
-                rows.append([index, number, 0, start, stop, -1, 0])
-            # Its messages were started before the computes, and the rank waited for none of them before these ended.
-            ends = [end for end, begun in waits if begun <= start and end >= stop]
-            if not step.transfers or not ends:
-                continue
-            rows.append([index, number, 2, stop, max(ends), -1, 0])
-            sizes: dict[int, int] = {}
-            for t in step.transfers:
-                if t.dst == rank:
-                    sizes[t.src] = sizes.get(t.src, 0) + t.piece.num_bytes(run.plan.sizes)
-            rows += [[index, number, 1, start, max(ends), src, size] for src, size in sizes.items()]
-    return rows
-
-
-def clocks_ahead(ranks: JobRanks) -> list[float]:
-    """Return how far every rank's clock is ahead of rank 0's."""
-    return [clock.ahead for clock in clocks(ranks)]
+        seconds = common[:, :, 1].amax(0) - common[:, :, 0].amin(0)
+        medians[name] = float(seconds.sort().values[repeats // 2])
+    return medians
 
 
 # -- Host costs of a GPU: seconds for each operation, message and call -------------------------------------------------
@@ -379,7 +343,6 @@ def measure_and_fit(
     ranks: JobRanks, machine: Machine, sizes: Sizes, dtype: str, rounds: int, advance: Callable[[str], None]
 ) -> Machine:
     """Return the machine fitted to whole attention calls on the main rank, unchanged on the others."""
-    ahead = clocks_ahead(ranks)
     cases: list[Case] = []
     for tokens in (SHORT, LONG) if ranks.device == "cpu" else (GPU_SHORT, GPU_LONG):
         advance(f"attention, {tokens} tokens a rank")
@@ -396,8 +359,8 @@ def measure_and_fit(
                 )
                 for mask in kind
             ]  # fmt: skip
-            passes = [time_passes(MeasuredRun(plan, ranks), rounds, ahead) for plan in plans]
-            seconds = {direction: sum(times.median(direction) for times in passes) for direction in DIRECTIONS}
+            passes = [time_passes(MeasuredRun(plan, ranks), rounds) for plan in plans]
+            seconds = {direction: sum(times[direction] for times in passes) for direction in DIRECTIONS}
             schedules = {direction: [plan.schedule(direction) for plan in plans] for direction in DIRECTIONS}
             cases.append((schedules, seconds))
     return fit(machine, *cases) if ranks.is_main else machine

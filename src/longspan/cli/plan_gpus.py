@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from longspan.cli import plan_model
 from longspan.cli.command import FAILED, FINE
-from longspan.cli.output import Column, Row, Screen, print_json, progress, screen_of
+from longspan.cli.output import Row, print_facts, print_json, print_table, print_text
 from longspan.cli.workload import Workload
 from longspan.errors import PlanError
 from longspan.formatting import bytes_text, format_count, seconds_text
@@ -24,21 +25,20 @@ from longspan.sizing.recommend import Configuration, Recommendation, Request, di
 
 
 def run(args: argparse.Namespace) -> int:
-    with progress(args, "searching"):
-        name, sizes, notes = plan_model.read_model(args)
-        workload = Workload.of(args)
-        machines, memory = _machines(args, workload)
-        recipe = Recipe(logits=args.logits, dtype=workload.tensors["dtype"], state=args.state, lora=args.lora)
-        request = Request(
-            sizes, workload.seq_len, args.gpus, machines, memory, recipe,
-            None if workload.docs == "causal" else workload.mask, workload.tensors["batch"],
-            None if args.scheme == "auto" else args.scheme, args.keep, args.fetch_bytes, args.tp, args.ep,
-        )  # fmt: skip
-        result = recommend(request)
+    name, sizes, notes = plan_model.read_model(args)
+    workload = Workload.of(args)
+    machines, memory = _machines(args, workload)
+    recipe = Recipe(logits=args.logits, dtype=args.dtype, state=args.state, lora=args.lora)
+    request = Request(
+        sizes, workload.seq_len, args.gpus, machines, memory, recipe,
+        None if workload.docs == "causal" else workload.mask, args.batch,
+        None if workload.scheme == "auto" else workload.scheme, args.keep, args.fetch_bytes, args.tp, args.ep,
+    )  # fmt: skip
+    result = recommend(request)
     if args.json:
         print_json("plan", figures(result, name, workload, args.price))
     else:
-        show(result, name, workload, (*notes,), args.price, screen_of(args))
+        show(result, name, workload, notes, args.price)
     return FINE if result.best else FAILED
 
 
@@ -60,23 +60,28 @@ def _machines(args: argparse.Namespace, workload: Workload) -> tuple[tuple[Machi
 # -- The screen --------------------------------------------------------------------------------------------------------
 
 
-def show(
-    result: Recommendation, name: str, workload: Workload, notes: tuple[str, ...], price: float | None, screen: Screen
-) -> None:
+def show(result: Recommendation, name: str, workload: Workload, notes: tuple[str, ...], price: float | None) -> None:
     request = result.request
-    screen.title(f"{name} in training, {workload.seq_len:,} tokens on {format_count(request.gpus, 'GPU')}")
-    screen.facts(list(_facts(result, workload, price)))
-    screen.text()
+    print_text(f"{name} in training, {workload.seq_len:,} tokens on {format_count(request.gpus, 'GPU')}")
+    print_facts(_facts(result, workload, price))
+    print_text()
     configurations = [*result.best] or [one for one in (result.least,) if one is not None]
-    heads, words = ("memory", "host", "step", "tokens/s"), ("kernel", "scheme", "ckpt", "offload", "MLP")
-    columns = (Column(" x ".join(_axes(request)), False), *map(Column, heads), *(Column(word, False) for word in words))
-    screen.table(columns, [_row(one, one in result.best[:1]) for one in configurations])
-    screen.text()
+    heads = (
+        " x ".join(_axes(request)),
+        "memory",
+        "host",
+        "step",
+        "tokens/s",
+        "kernel",
+        "scheme",
+        "ckpt",
+        "offload",
+        "MLP",
+    )
+    print_table(heads, [_row(one, one in result.best[:1]) for one in configurations], left=(0, 5, 6, 7, 8, 9))
     if result.best:
-        screen.text("To run the first:")
-        screen.text()
-        screen.code(config_lines(result.best[0], name, request))
-        screen.text()
+        print_text("To run the first:")
+        print("", *config_lines(result.best[0], name, request), "", sep="\n")
     unknown = (
         ""
         if all(one.memory_known for one in configurations)
@@ -84,12 +89,13 @@ def show(
     )
     is_bound = any(one.time.at_least for one in configurations)
     bound = " What Adam takes on the host is not known: those times are lower bounds." if is_bound else ""
-    screen.notes((
+    for note in (
         "Computed, not measured: nothing here has run on a GPU. Times are simulated; memory and host are of one GPU,"
         " and whether the host has as much is not checked. FSDP2 shards over all GPUs. Tensor and expert parallel are"
         f" as --tp and --ep state them, not searched; pipeline parallel and FP8 are not modelled.{bound}{unknown}",
         *notes,
-    ))  # fmt: skip
+    ):
+        print_text(note)
 
 
 def _facts(result: Recommendation, workload: Workload, price: float | None) -> Iterator[tuple[str, str]]:
@@ -252,12 +258,7 @@ def figures(result: Recommendation, name: str, workload: Workload, price: float 
     request = result.request
     own, least = result.without_install, result.least
     return {
-        "model": {
-            "name": name,
-            "model_type": request.sizes.model_type,
-            "parameters": request.sizes.params,
-            "layers": len(request.sizes.layers),
-        },
+        "model": plan_model.model_json(name, request.sizes),
         "seq_len": request.seq_len,
         "docs": workload.docs,
         "gpus": request.gpus,
@@ -272,29 +273,11 @@ def figures(result: Recommendation, name: str, workload: Workload, price: float 
 
 
 def _figures_of(one: Configuration, price: float | None) -> dict[str, Any]:
+    mesh = {"data_parallel": one.data_parallel, "context_parallel": one.ranks}
+    mesh |= {"tensor_parallel": one.tp, "expert_parallel": one.ep}
     return {
-        "data_parallel": one.data_parallel,
-        "context_parallel": one.ranks,
-        "tensor_parallel": one.tp,
-        "expert_parallel": one.ep,
-        "machine": one.machine.name,
-        "kernel": one.machine.kernel,
-        "schemes": list(one.schemes),
-        "fetch_bytes": one.fetch_bytes,
-        "checkpointing": one.recipe.checkpointing,
-        "offload": one.recipe.offload,
-        "offload_optimizer": one.recipe.offload_optimizer,
-        "mlp_chunks": one.recipe.mlp_chunks,
-        "lora": one.recipe.lora,
-        "with": one.recipe.words,
-        "peak_bytes": one.memory.peak.size,
-        "peak_moment": one.memory.peak.name,
-        "memory_known": one.memory_known,
-        "host_bytes": one.memory.host,
-        "seconds": one.time.seconds,
-        "at_least": one.time.at_least,
-        "tokens": one.cost.tokens,
-        "tokens_per_second": one.cost.tokens_per_second,
-        "mfu": one.cost.mfu,
-        "price_per_billion_tokens": None if price is None else one.cost.per_billion(price),
-    }
+        **mesh, **asdict(one.recipe), "with": one.recipe.words, "machine": one.machine.name,
+        "kernel": one.machine.kernel, "schemes": list(one.schemes), "fetch_bytes": one.fetch_bytes,
+        "peak_bytes": one.memory.peak.size, "peak_moment": one.memory.peak.name, "memory_known": one.memory_known,
+        "host_bytes": one.memory.host, "at_least": one.time.at_least, **plan_model.cost_json(one.cost, price),
+    }  # fmt: skip

@@ -10,13 +10,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.cli.command import FAILED, FINE
-from longspan.cli.output import Column, Row, Screen, count, print_json, progress, screen_of
-from longspan.cli.workload import Workload
+from longspan.cli.output import Row, count, print_facts, print_json, print_table, print_text
+from longspan.cli.workload import RANKS, Workload
 from longspan.cli.workload import add_arguments as add_workload
 from longspan.errors import LongspanError, PlanError
 from longspan.formatting import (
@@ -190,7 +190,6 @@ def check_fit(step: PlannedStep, memory: int) -> dict[str, Any]:
 
 MAX_CONFIG = 1 << 20
 QUANTIZED = "The file's quantization_config is left aside: parameters take what --state and --dtype say."
-DEFAULT_RANKS = 8
 FROM_MODEL = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Options that a model sets, with their defaults without a model."""
 SWITCHES = {
@@ -232,6 +231,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--logits", action="store_true", help="the loss is computed from whole logits")
     text = "dtype of parameters, gradients and optimizer as they are kept (float32)"
     model.add_argument("--state", choices=("float32", "bfloat16"), default="float32", help=text)
+    text = "compare all ranks with every dp x cp on a dataset (--docs), with micro-batches of TOKENS a rank"
+    parser.add_argument("--batches", type=count, metavar="TOKENS", help=text)
     add_workload(parser)
     parser.set_defaults(ranks=None, **dict.fromkeys(FROM_MODEL))
 
@@ -272,7 +273,7 @@ def has_model(args: argparse.Namespace) -> bool:
         for name, default in SWITCHES.items():
             if getattr(args, name) != default:
                 raise PlanError(f"--{name.replace('_', '-')} needs a whole model: add --model or --config.")
-        for name, value in {**FROM_MODEL, "ranks": DEFAULT_RANKS}.items():
+        for name, value in {**FROM_MODEL, "ranks": RANKS}.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
         return False
     for name in (*FROM_MODEL, "v_head_dim", "window"):
@@ -283,7 +284,7 @@ def has_model(args: argparse.Namespace) -> bool:
         for name in ("gpu", "kernel"):
             if getattr(args, name) is not None:
                 raise PlanError(f"--{name} needs --gpus, which searches. With --ranks, use --machine.")
-        args.ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
+        args.ranks = RANKS if args.ranks is None else args.ranks
         return True
     for name in SEARCHED:
         if getattr(args, name) != SWITCHES[name]:
@@ -372,25 +373,23 @@ def read_config(path: Path) -> tuple[str, ModelSizes, tuple[str, ...]]:
 
 def plan_step(args: argparse.Namespace) -> tuple[PlannedStep, dict[str, Any] | None]:
     """Plan the step that the arguments describe; return also whether it fits, if they state the memory."""
-    with progress(args, "planning every kind of layer"):
-        name, sizes, notes = read_model(args)
-        workload = Workload.of(args)
-        dtype = workload.tensors["dtype"]
-        recipe = Recipe(
-            not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, dtype, args.state,
-            args.lora, "optimizer" in args.offload,
-        )  # fmt: skip
-        if args.keep and args.no_checkpointing:
-            raise PlanError(
-                "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
-                " backward, which is not counted here. Leave one of them out."
-            )
-        part = split_model(sizes, args.tp, args.ep)
-        step = ModelWorkload(name, part, workload, recipe, args.data_parallel, notes).plan_on(args.ranks)
-        step.step()  # refuses what does not divide
-        if args.price is not None and (why := step.why_no_time()) is not None:
-            raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
-        return step, None if args.memory is None else check_fit(step, args.memory)
+    name, sizes, notes = read_model(args)
+    workload = Workload.of(args)
+    recipe = Recipe(
+        not args.no_checkpointing, "inputs" in args.offload, args.mlp_chunks, args.logits, args.dtype, args.state,
+        args.lora, "optimizer" in args.offload,
+    )  # fmt: skip
+    if args.keep and args.no_checkpointing:
+        raise PlanError(
+            "--keep must not be combined with --no-checkpointing: every layer would keep remote K/V until its"
+            " backward, which is not counted here. Leave one of them out."
+        )
+    part = split_model(sizes, args.tp, args.ep)
+    step = ModelWorkload(name, part, workload, recipe, args.data_parallel, notes).plan_on(args.ranks)
+    step.step()  # refuses what does not divide
+    if args.price is not None and (why := step.why_no_time()) is not None:
+        raise PlanError(f"--price needs the time of a step, which is not known: {why}. Use another --machine.")
+    return step, None if args.memory is None else check_fit(step, args.memory)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -398,50 +397,37 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json("plan", figures(step, fit, args.price))
     else:
-        show(step, fit, args.price, screen_of(args))
+        show(step, fit, args.price)
     return FAILED if fit and not fit["fits"] else FINE
 
 
 def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> dict[str, Any]:
     """Return the figures for JSON; bytes are those of the rank that holds most."""
-    memory, model = step.memory(), step.model
-    workload = model.workload.as_json()
-    for name in (*FROM_MODEL, "v_head_dim", "window"):
-        workload.pop(name, None)
+    memory, model, sizes = step.memory(), step.model, step.model.sizes
+    of_model = (*FROM_MODEL, "v_head_dim", "window")
     return {
-        "workload": workload,
-        "model": {
-            "name": model.name,
-            "model_type": model.sizes.model_type,
-            "parameters": (model.sizes.whole or model.sizes).params,
-            "active_parameters": (model.sizes.whole or model.sizes).active_params,
-            "layers": len(model.sizes.layers),
-            "blocks": model.sizes.num_blocks,
-        },
+        "workload": {name: value for name, value in model.workload.as_json().items() if name not in of_model},
+        "model": model_json(model.name, sizes.whole or sizes) | {"blocks": sizes.num_blocks},
         "ranks": step.layout.world_size,
         "data_parallel": model.data_parallel,
-        "tensor_parallel": model.sizes.tp,
-        "expert_parallel": model.sizes.ep,
+        "tensor_parallel": sizes.tp,
+        "expert_parallel": sizes.ep,
         "gpus": step.gpus,
         "layout": step.layout.name,
         "tokens_per_rank": step.step().tokens,
         "attentions": [
-            {"count": number, **_heads_json(heads), "scheme": step.plans[heads].scheme.name}
-            for heads, number in model.sizes.attentions.items()
+            {"count": number, **asdict(heads), "scheme": step.plans[heads].scheme.name}
+            for heads, number in sizes.attentions.items()
         ],
         "with": model.recipe.words,
         "peak_bytes": memory.peak.size,
         "peak_moment": memory.peak.name,
         "host_bytes": memory.host,
         "moments": [
-            {
-                "name": moment.name,
-                "bytes": moment.size,
-                "lines": [{"name": line.name, "bytes": line.size, "why": line.why} for line in moment.lines],
-            }
-            for moment in memory.moments
+            {"name": one.name, "bytes": one.size, "lines": [_line(line, "bytes", line.size) for line in one.lines]}
+            for one in memory.moments
         ],
-        "time": time_figures(step, price),
+        "time": _time_json(step, price),
         "recipes": [
             {
                 "with": recipe.words,
@@ -449,65 +435,61 @@ def figures(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) 
                 "host_bytes": step.memory(recipe).host,
                 "seconds": None if step.why_no_time(recipe) else step.time(recipe).seconds,
             }
-            for recipe in recipes(model.recipe, model.sizes.tp)
+            for recipe in recipes(model.recipe, sizes.tp)
         ],
         "fits": fit,
         "notes": list(model.notes),
     }
 
 
-def time_figures(step: PlannedStep, price: float | None) -> dict[str, Any]:
-    if (why := step.why_no_time()) is not None:
-        return {"seconds": None, "why_not": why}
-    time, cost = step.time(), step.cost()
+def model_json(name: str, sizes: ModelSizes) -> dict[str, Any]:
+    about = {"name": name, "model_type": sizes.model_type, "layers": len(sizes.layers)}
+    return about | {"parameters": sizes.params, "active_parameters": sizes.active_params}
+
+
+def cost_json(cost: StepCost, price: float | None) -> dict[str, Any]:
     return {
-        "seconds": time.seconds,
-        "simulated": True,
-        "machine": step.machine.name,
-        "kernel": step.machine.kernel,
-        "at_least": time.at_least,
-        "lines": [{"name": line.name, "seconds": line.seconds, "why": line.why} for line in time.lines],
-        "tokens": cost.tokens,
-        "tokens_per_second": cost.tokens_per_second,
-        "tokens_per_second_per_gpu": cost.tokens_per_second_per_gpu,
-        "mfu": cost.mfu,
-        "price": price,
+        "seconds": cost.seconds, "tokens": cost.tokens, "tokens_per_second": cost.tokens_per_second,
+        "tokens_per_second_per_gpu": cost.tokens_per_second_per_gpu, "mfu": cost.mfu, "price": price,
         "price_per_billion_tokens": None if price is None else cost.per_billion(price),
-    }
-
-
-def _heads_json(heads: Heads) -> dict[str, Any]:
-    return {
-        "q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim,
-        "v_head_dim": heads.v_head_dim, "window": heads.window,
     }  # fmt: skip
 
 
-def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, screen: Screen) -> None:
+def _time_json(step: PlannedStep, price: float | None) -> dict[str, Any]:
+    if (why := step.why_no_time()) is not None:
+        return {"seconds": None, "why_not": why}
+    time = step.time()
+    return {
+        **cost_json(step.cost(), price), "simulated": True, "machine": step.machine.name,
+        "kernel": step.machine.kernel, "at_least": time.at_least,
+        "lines": [_line(line, "seconds", line.seconds) for line in time.lines],
+    }  # fmt: skip
+
+
+def _line(line: Any, name: str, value: float) -> dict[str, Any]:
+    return {"name": line.name, name: value, "why": line.why}
+
+
+def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None) -> None:
     memory, model, ranks = step.memory(), step.model, step.layout.world_size
     several = f", {model.data_parallel:,} sequences at once" if model.data_parallel > 1 else ""
     several += "".join(f", {n} {s}" for n, s in (("tp", model.sizes.tp), ("ep", model.sizes.ep)) if s > 1)
     several += f": {step.gpus:,} GPUs" if step.gpus > ranks else ""
-    screen.title(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
-    screen.facts(list(facts(step, memory, fit, price)))
-    screen.text()
+    print_text(f"{model.name} in training, {model.workload.seq_len:,} tokens on {ranks:,} ranks{several}")
+    print_facts(facts(step, memory, fit, price))
+    print_text()
     lines = memory.peak.lines
-    columns = (Column(memory.peak.name, False), Column("bytes"), Column("what", False))
     cells = zip(lines, bytes_column([line.size for line in lines]), strict=True)
-    screen.table(columns, [Row((line.name, size, line.why)) for line, size in cells])
-    screen.text()
+    rows = [Row((line.name, size, line.why)) for line, size in cells]
+    print_table((memory.peak.name, "bytes", "what"), rows, left=(0, 2))
     sizes = bytes_column([moment.size for moment in memory.moments])
     rows = [Row((m.name, size), m is memory.peak) for m, size in zip(memory.moments, sizes, strict=True)]
-    screen.table((Column("moment", False), Column("bytes")), rows)
-    screen.text()
+    print_table(("moment", "bytes"), rows)
     if step.why_no_time() is None:
         time = step.time()
         cells = zip(time.lines, seconds_column([line.seconds for line in time.lines]), strict=True)
-        screen.table(
-            (Column("step", False), Column("time"), Column("share"), Column("what", False)),
-            [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells],
-        )
-        screen.text()
+        rows = [Row((line.name, text, f"{line.seconds / time.seconds:.1%}", line.why)) for line, text in cells]
+        print_table(("step", "time", "share", "what"), rows, left=(0, 3))
     memories = [(recipe, step.memory(recipe)) for recipe in recipes(model.recipe, model.sizes.tp)]
     peaks, hosts = bytes_column([m.peak.size for _, m in memories]), bytes_column([m.host for _, m in memories])
     rows = []
@@ -515,14 +497,14 @@ def show(step: PlannedStep, fit: dict[str, Any] | None, price: float | None, scr
         seconds = "" if step.why_no_time(recipe) else seconds_text(step.time(recipe).seconds)
         row = (recipe.words, peak, host if m.host else "", seconds, m.peak.name)
         rows.append(Row(row, recipe == model.recipe))
-    screen.table((Column("with", False), Column("peak"), Column("host"), Column("step"), Column("at", False)), rows)
-    screen.text()
-    screen.notes((
+    print_table(("with", "peak", "host", "step", "at"), rows, left=(0, 4))
+    for note in (
         "Computed, not measured: nothing here has run on a GPU. Layers keep what transformers' own modules keep, FSDP2"
         " shards over all ranks; memory lost between tensors is not counted. Times are simulated; pipeline"
         " parallel and FP8 are not known here.",
         *model.notes,
-    ))  # fmt: skip
+    ):
+        print_text(note)
 
 
 def facts(

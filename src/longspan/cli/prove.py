@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.output import Column, Row, Screen, describe_missing, print_json, progress, screen_of
+from longspan.cli.output import Row, describe_missing, did_you_mean, print_json, print_table, print_text, progress
 from longspan.errors import LongspanError, PlanError
 
 FORMS = ("plain", "padded", "packed")
@@ -45,16 +45,15 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--forms must be of {', '.join(FORMS)}, but got {args.forms}.")
     config = _config(args.model)
     kind = _class(config, args.task)
-    screen = screen_of(args)
     answers: dict[str, dict[str, Any]] = {}
-    with progress(args, f"checking {kind.__name__}", len(names)) as advance:
-        for name in names:
-            advance(name)
-            answers[name] = _answer(kind, config, name, args.model, args.again)
+    advance = progress(args, f"checking {kind.__name__}")
+    for name in names:
+        advance(name)
+        answers[name] = _answer(kind, config, name, args.model, args.again)
     if args.json:
         print_json("prove", {"model": kind.__name__, "forms": answers})
     else:
-        _show(kind.__name__, answers, screen)
+        _show(kind.__name__, answers)
     return 0 if all(answer["ok"] for answer in answers.values()) else 1
 
 
@@ -102,11 +101,10 @@ def _config(source: str) -> Any:
             ) from error
     if source in CONFIG_MAPPING:
         return CONFIG_MAPPING[source]()
-    similar = sorted(name for name in CONFIG_MAPPING if name.startswith(source[:4]))[:6]
     raise PlanError(
-        f"MODEL_OR_CONFIG must be a directory with a config.json, that file, or a model type of the installed"
-        f" transformers such as llama or qwen3_next, but got {source!r:.80}.{describe_missing(source)}"
-        + (f" Similar types: {', '.join(similar)}." if similar else "")
+        "MODEL_OR_CONFIG must be a directory with a config.json, that file, or a model type of the installed"
+        f" transformers such as llama or qwen3_next, but got {source!r:.80}."
+        f"{describe_missing(source) or did_you_mean(source, CONFIG_MAPPING)}"
     )
 
 
@@ -126,20 +124,20 @@ def _class(config: Any, task: str | None) -> type:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
-def _show(model: str, answers: dict[str, dict[str, Any]], screen: Screen) -> None:
-    screen.title(f"{model} over ranks, against one device")
+def _show(model: str, answers: dict[str, dict[str, Any]]) -> None:
+    print_text(f"{model} over ranks, against one device")
     rows = [
         Row((name, "exact" if answer["ok"] else "refused", answer["error"] if answer["ok"] else "-"))
         for name, answer in answers.items()
     ]
-    screen.table((Column("batch", right=False), Column("result", right=False), Column("largest difference")), rows)
+    print_table(("batch", "result", "largest difference"), rows, left=(0, 1))
     for name, answer in answers.items():
         if not answer["ok"]:
-            screen.text(f"{name}: {answer['reason']}")
+            print_text(f"{name}: {answer['reason']}")
     for rules in [answer["rules"] for answer in answers.values() if answer["ok"]][:1]:
         head, reason = rules["head"], rules["head_reason"]
-        screen.text(f"Loss without logits: {f'yes, from {head}' if head else f'no, {reason}'}.")
-    screen.notes((
+        print_text(f"Loss without logits: {f'yes, from {head}' if head else f'no, {reason}'}.")
+    print_text(
         "A tiny copy with random weights, in float64, on simulated ranks: zigzag on 2, contiguous on 3, striped on 2."
-        " Differences are shares of a tensor's largest entry, of outputs, loss and every gradient.",
-    ))  # fmt: skip
+        " Differences are shares of a tensor's largest entry, of outputs, loss and every gradient."
+    )

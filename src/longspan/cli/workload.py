@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,21 @@ import numpy as np
 
 from longspan import layouts, masks
 from longspan.api import plan
-from longspan.cli.output import count, counts, describe_missing
+from longspan.cli.output import count, counts, describe_missing, did_you_mean
 from longspan.errors import LayoutError, MaskError, PlanError
 from longspan.layouts import Layout
 from longspan.masks import Mask
-from longspan.planning.machine import MACHINES, MAX_TEXT, Machine, assumed_machine, parse_machine
+from longspan.planning.machine import MACHINES, Machine, assumed_machine, parse_machine
 from longspan.planning.plan import Plan
-from longspan.planning.planners import can_limit, check_limit
+from longspan.planning.planners import PLANNERS, can_limit, check_limit, scheme_name
 from longspan.planning.steps import ITEMSIZE
 from longspan.spans import Ints
 
 KINDS = ("longtail", "short", "mixed")
-MAX_FILE = 1 << 20
-MAX_TOKENS = 1 << 40
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document", "round_robin_by_work", "striped")
 STRIPE = 128
 """Tokens of a stripe: with the layout's default of one, a plan of 1M tokens would list every token."""
-MAX_RANKS = 1 << 16
+RANKS, MAX_RANKS = 8, 1 << 16
 WINDOW_HELP = "a token sees itself and the WINDOW tokens before it, as with masks.sliding_window(WINDOW)"
 
 
@@ -67,51 +65,35 @@ def drawn_lengths(kind: str, seq_len: int, seed: int = 0) -> Ints:
 
 
 def read_lengths(path: Path) -> Ints:
-    """Read document lengths from a file: one whole number a line, or a JSON list of them."""
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE + 1)
-    if len(data) > MAX_FILE:
-        raise MaskError(f"{path} must have at most {MAX_FILE} bytes, as a list of document lengths, but has more.")
+    """Read document lengths from a file: .npy, one whole number a line, or a JSON list of them."""
     try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise MaskError(f"{path} is not text. It must have one length a line, or a JSON list of lengths.") from error
-    lengths: list[int] = []
-    if text.lstrip().startswith("["):
-        try:
-            lengths = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MaskError(f"{path} begins like a JSON list, but is not one: {error!s:.80}.") from error
-        for number, length in enumerate(lengths):
-            if type(length) is not int or not 0 < length <= MAX_TOKENS:
-                raise MaskError(f"{path}: entry {number} must be a whole number, 1 or more, but got {length!r:.40}.")
-    else:
-        for number, line in enumerate(text.splitlines(), start=1):
-            word = line.strip()
-            if not word:
-                continue
-            if not (word.isascii() and word.isdecimal()) or len(word) > 13 or not 0 < int(word) <= MAX_TOKENS:
-                raise MaskError(f"{path}, line {number}: must be a whole number, 1 or more, but got {word!r:.40}.")
-            lengths.append(int(word))
-    if not lengths or sum(lengths) > MAX_TOKENS:
-        raise MaskError(f"{path} lists {len(lengths)} lengths. They must add up to 1 to {MAX_TOKENS} tokens.")
-    return np.array(lengths, dtype=np.int64)
+        if path.suffix == ".npy":
+            lengths = np.lib.format.open_memmap(path, mode="r")  # which knows no pickles
+        else:
+            text = path.read_text()
+            numbers = json.loads(text) if text.lstrip().startswith("[") else [int(line) for line in text.split()]
+            lengths = np.array(numbers)
+    except (ValueError, RecursionError) as error:
+        raise MaskError(f"{path} must have one length a line, a JSON list, or be .npy: {error!s:.80}.") from error
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or int(lengths.min()) < 1:
+        raise MaskError(
+            f"{path} must be whole numbers, 1 or more, but got {lengths.dtype} of shape {lengths.shape}"
+            + (f", the least {lengths.min()}." if lengths.dtype.kind in "iu" and lengths.size else ".")
+        )
+    return lengths.astype(np.int64)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout: bool = True) -> None:
-    """Add the arguments of a workload. `ranks` is "one", "many" (a list) or "group" (those of torchrun)."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a workload."""
     workload = parser.add_argument_group("workload")
     workload.add_argument("--seq", type=count, metavar="TOKENS", help="tokens of the sequence, such as 1M (1,048,576)")
-    if ranks == "one":
-        workload.add_argument("--ranks", type=count, default=8, help="ranks that share the sequence (8)")
-    elif ranks == "many":
-        workload.add_argument("--ranks", type=counts, default=(8, 16, 64), help="numbers of ranks (8,16,64)")
+    workload.add_argument("--ranks", type=count, default=RANKS, help=f"ranks that share the sequence ({RANKS})")
     workload.add_argument(
         "--docs",
         default="causal",
         metavar="DOCS",
-        help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE"
-        " with one length a line or a JSON list (causal)",
+        help="causal (one document), full, longtail, short or mixed documents, lengths such as 700,1200,148, or a FILE:"
+        " .npy, one length a line, or a JSON list (causal)",
     )
     workload.add_argument("--window", type=count, help=WINDOW_HELP)
     workload.add_argument("--seed", type=int, help="of drawn documents (0)")
@@ -123,13 +105,31 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: str = "one", layout
     tensors.add_argument("--batch", type=count, default=1, help="batch rows (1)")
     tensors.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="(bfloat16)")
     how = parser.add_argument_group("how")
-    names = ", ".join(MACHINES)
-    how.add_argument("--machine", metavar="NAME|FILE", help=f"{names}, or a file of `longspan calibrate` (h100)")
-    if layout:
-        how.add_argument("--scheme", default="auto", help="auto, or a name such as exchange, ulysses or 'usp(8)'")
-        how.add_argument("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
+    text = f"{', '.join(MACHINES)}, or a file that `longspan doctor --out` wrote (h100)"
+    how.add_argument("--machine", metavar="NAME|FILE", help=text)
+    how.add_argument("--scheme", default="auto", help="auto, or a name such as exchange, ulysses or 'usp(8)'")
+    how.add_argument("--layout", choices=LAYOUTS, default="balanced", help="who holds which tokens (balanced)")
     how.add_argument("--keep", action="store_true", help="keep remote K/V for backward instead of fetching them again")
     how.add_argument("--fetch-bytes", type=count, help="remote K/V that an exchange may hold at once")
+
+
+def check_scheme(text: str) -> str:
+    """Return the name of a scheme, and suggest one if there is none of this kind.
+
+    >>> check_scheme("usp(8)")
+    'hybrid(8,ring)'
+    >>> check_scheme("ulyses")
+    Traceback (most recent call last):
+    longspan.errors.PlanError: --scheme must be auto, exchange, staged, all_gather, ring, all_to_all (or ulysses), or a hybrid such as hybrid(8,exchange) (usp(8) is hybrid(8,ring)), but got 'ulyses'. Did you mean ulysses?
+    """  # noqa: E501
+    name = scheme_name(text)
+    known = ("auto", *PLANNERS, "all_to_all", "ulysses")
+    if name not in known and not name.startswith("hybrid("):
+        raise PlanError(
+            f"--scheme must be {', '.join(known[:-1])} (or ulysses), or a hybrid such as hybrid(8,exchange) (usp(8) is"
+            f" hybrid(8,ring)), but got {text!r:.40}.{did_you_mean(text, known)}"
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -153,22 +153,16 @@ class Workload:
     @staticmethod
     def of(args: argparse.Namespace) -> Workload:
         """Build the workload from the arguments of `add_arguments`."""
-        docs, lengths = _parse_docs(args)
-        seq_len, scheme = int(lengths.sum()), getattr(args, "scheme", "auto")
-        check_limit(scheme.replace(" ", ""), args.fetch_bytes)
-        if docs == "full":
-            check_window(args)
-            mask = masks.full(seq_len)
-        else:
-            mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
-            mask = mask if args.window is None else mask & masks.sliding_window(args.window)
+        docs, lengths, mask = mask_of(args)
+        scheme = check_scheme(args.scheme)
+        check_limit(scheme, args.fetch_bytes)
         tensors = {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "batch")}
         if args.v_head_dim is not None:
             tensors["v_head_dim"] = args.v_head_dim
         machine = assumed_machine(functions=False) if args.machine is None else machine_of(args.machine)
         return Workload(
-            mask, seq_len, lengths, docs, args.window, tensors, machine, args.machine is not None, args.keep,
-            args.fetch_bytes, scheme, getattr(args, "layout", "balanced"),
+            mask, int(lengths.sum()), lengths, docs, args.window, tensors, machine, args.machine is not None, args.keep,
+            args.fetch_bytes, scheme, args.layout,
         )  # fmt: skip
 
     def layout(self, ranks: int, name: str | None = None) -> Layout:
@@ -231,38 +225,30 @@ def machine_of(text: str) -> Machine:
     path = Path(text)
     if not path.is_file():
         raise PlanError(
-            f"--machine must be one of {', '.join(MACHINES)}, or a file that `longspan calibrate` wrote, but got"
-            f" {text!r:.80}.{describe_missing(text)}"
+            f"--machine must be one of {', '.join(MACHINES)}, or a file that `longspan doctor --out` wrote, but got"
+            f" {text!r:.80}.{describe_missing(text) or did_you_mean(text, MACHINES)}"
         )
-    with path.open("rb") as file:
-        data = file.read(MAX_TEXT + 1)
     try:
-        return parse_machine(data.decode())
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not text. A machine file is JSON as `longspan calibrate` writes it.") from error
-    except PlanError as error:
+        return parse_machine(path.read_text())
+    except (UnicodeDecodeError, PlanError) as error:
         raise PlanError(f"{path}: {error}") from error
 
 
-def check_window(args: argparse.Namespace) -> None:
-    """Refuse --window with --docs full."""
-    if args.window is not None:
-        raise MaskError("--window needs causal documents, but got --docs full. Use --docs causal.")
+def mask_of(args: argparse.Namespace) -> tuple[str, Ints, Mask]:
+    """Return a description of the documents, their lengths, and their mask."""
+    docs, lengths = parse_docs(args)
+    seq_len = int(lengths.sum())
+    if docs == "full":
+        if args.window is not None:
+            raise MaskError("--window needs causal documents, but got --docs full. Use --docs causal.")
+        return docs, lengths, masks.full(seq_len)
+    mask = masks.causal(seq_len) if len(lengths) == 1 else masks.documents(lengths) & masks.causal()
+    return docs, lengths, mask if args.window is None else mask & masks.sliding_window(args.window)
 
 
-def check_seq_len(args: argparse.Namespace, lengths: Sequence[int] | Ints) -> None:
-    """Refuse a --seq that is not the sum of the document lengths."""
-    total = int(sum(lengths))
-    if args.seq not in (None, total):
-        raise MaskError(
-            f"--seq must be the sum of --docs, which lists {len(lengths)} documents of {total} tokens together, but got"
-            f" {args.seq}. Leave --seq out."
-        )
-
-
-def _parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
+def parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
     """Return a description of the documents, and their lengths."""
-    docs, seq_len = str(args.docs), args.seq
+    docs, seq_len = args.docs, args.seq
     if args.seed is not None and docs not in KINDS:
         raise MaskError(f"--seed needs drawn documents ({', '.join(KINDS)}), but got --docs {docs:.60}. Leave it out.")
     if docs in ("causal", "full", *KINDS):
@@ -272,7 +258,7 @@ def _parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
             seed = args.seed or 0
             return f"{docs}, seed {seed}", drawn_lengths(docs, seq_len, seed)
         return docs, np.array([seq_len], dtype=np.int64)
-    if Path(docs).is_file():
+    if os.path.isfile(docs):  # which is False, too, for a list that is too long for a name
         lengths, name = read_lengths(Path(docs)), Path(docs).name
     elif docs[:1].isdecimal():
         try:
@@ -282,7 +268,11 @@ def _parse_docs(args: argparse.Namespace) -> tuple[str, Ints]:
     else:
         raise MaskError(
             f"--docs must be causal, full, {', '.join(KINDS)}, lengths such as 700,1200,148, or a file of lengths, but"
-            f" got {docs!r:.80}.{describe_missing(docs)}"
+            f" got {docs!r:.80}.{describe_missing(docs) or did_you_mean(docs, ('causal', 'full', *KINDS))}"
         )
-    check_seq_len(args, lengths)
+    if seq_len not in (None, int(lengths.sum())):
+        raise MaskError(
+            f"--seq must be the sum of --docs, which lists {len(lengths)} documents of {lengths.sum()} tokens together,"
+            f" but got {seq_len}. Leave --seq out."
+        )
     return name, lengths

@@ -447,7 +447,7 @@ def rank_times(
 # Links, and copies at 0.703 of memory bandwidth, are those of the fit to whole systems (`H100_FITTED`), unchecked on
 # other GPUs. An operation takes 3.8 us of the device: short kernels one after another, in NVIDIA's post on CUDA graphs
 # (developer.nvidia.com/blog/cuda-graphs). Hosts: 15 us for each operation, 5 us for each message, 150 us for each call;
-# set from what Longspan takes on CPUs with kernels that do nothing. `longspan calibrate` measures them where it runs.
+# set from what Longspan takes on CPUs with kernels that do nothing. `longspan doctor --out` measures them.
 #
 # Matrix products of layers, as a share of peak: 0.66 of what one product alone sustains, 755 TFLOP/s on an H100's SMs
 # (H200) and 1,429 on a B200, 271 at best on an A100 (compute/accelerator of github.com/stas00/ml-engineering, which
@@ -711,7 +711,7 @@ def on_hosts(machine: Machine, hosts: Sequence[bytes]) -> Machine:
     return replace(machine, name=f"{machine.name}, {node} a node", links=tuple(links))
 
 
-# -- JSON form: `longspan calibrate` writes it, `--machine FILE` reads and checks it -----------------------------------
+# -- JSON form: `longspan doctor --out` writes it, `--machine FILE` reads and checks it --------------------------------
 
 
 FORMAT = "longspan machine 1"
@@ -741,7 +741,7 @@ def parse_machine(text: str) -> Machine:
     try:
         value: Any = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"a machine file is JSON as `longspan calibrate` writes it: {error!s:.100}.") from error
+        raise PlanError(f"a machine file is JSON as `longspan doctor --out` writes it: {error!s:.100}.") from error
     if not isinstance(value, dict) or cast(dict[str, Any], value).get("format") != FORMAT:
         raise PlanError(f'a machine file is a JSON object with "format": "{FORMAT}", but this one is not.')
     entries = cast(dict[str, Any], value)

@@ -60,7 +60,7 @@ def _find_machines(group: dist.ProcessGroup, members: Members) -> dict[bool, tup
     if group.rank() == 0 and not gpus <= GPUS.keys():
         _log.warning(
             "scheme='auto' compares schemes by the speed of H100s: Longspan has no figures for %s. Pass machine=, one"
-            " of longspan.planning.MACHINES, or a machine that `longspan calibrate` has measured.",
+            " of longspan.planning.MACHINES, or a machine that `longspan doctor --out` has measured.",
             ", ".join(sorted(gpus - GPUS.keys())),
         )
     kernel = min(kernels) if len(kernels) == 1 else "FA2"

@@ -1,31 +1,9 @@
-"""Pictures of masks, layouts, plans and scans, as SVG or PNG, and reports as self-contained HTML.
+"""Pictures of masks, layouts and plans, as matplotlib figures. Needs matplotlib: `pip install "longspan[viz]"`.
 
-Every picture is a `Scene` around a matplotlib figure: `scene.svg()` and `write_png(scene, path)` write it. Needs
-matplotlib (`pip install matplotlib`).
+Save a figure with `figure.savefig("mask.png")`; masks, layouts and plans draw themselves in notebooks.
 """
 
-from longspan.viz.mask_and_layout import layout_picture, mask_picture
-from longspan.viz.plan_pictures import memory_picture, timeline_picture, traffic, traffic_picture
-from longspan.viz.report import notebook_html, picture_page, report_html
-from longspan.viz.scaling import ScalingPoint, bars_picture, scaling_picture, scaling_points
-from longspan.viz.scan import scan_picture
-from longspan.viz.scene import Scene, write_png
+from longspan.viz.html import notebook_html, page_html
+from longspan.viz.pictures import layout_picture, mask_picture, memory_picture, timeline_picture
 
-__all__ = [
-    "ScalingPoint",
-    "Scene",
-    "bars_picture",
-    "layout_picture",
-    "mask_picture",
-    "memory_picture",
-    "notebook_html",
-    "picture_page",
-    "report_html",
-    "scaling_picture",
-    "scaling_points",
-    "scan_picture",
-    "timeline_picture",
-    "traffic",
-    "traffic_picture",
-    "write_png",
-]
+__all__ = ["layout_picture", "mask_picture", "memory_picture", "notebook_html", "page_html", "timeline_picture"]

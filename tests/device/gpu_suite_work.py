@@ -1,9 +1,6 @@
-"""`longspan acceptance` in ranks with the form "cuda": the command as it is, with tensors that CPUs can compute."""
+"""tests/gpu in ranks with the form "cuda": the tests as they are, with tensors that CPUs can compute."""
 
-import json
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,12 +10,12 @@ import torch.distributed as dist
 from longspan.cli import measure
 from longspan.planning.steps import Sizes
 from tests.device import forms
-from tests.gloo.cli_work import command
 from tests.gpu import site, test_exact, test_host, test_memory, test_time, test_training
+from tests.gpu.suite import run_suite
 
 TOKENS = {"4k": 320, "16k": 256, "64k": 384, "256k": 512, "1M": 768}
-"""In the place of the sizes that lines are named after."""
-ANY_TIME = (float("inf"), float("inf"))
+"""In the place of the sizes that tests are named after."""
+ANY_TIME = float("inf")
 
 
 class LaunchProfile:
@@ -52,17 +49,15 @@ def replacements(judges_speed):
     yield test_host, "profile", LaunchProfile
     yield test_training, "COMPILER", {"cuda": "aot_eager"}
     if not judges_speed:
-        yield test_time, "LIMITS", ANY_TIME
-        yield test_time, "SLOW_LINK", {"cuda": float("inf")}
-        yield test_host, "LIMITS", ANY_TIME
+        yield test_time, "LIMIT", ANY_TIME
+        yield test_time, "SLOW_LINK", {"cuda": ANY_TIME}
+        yield test_host, "LIMIT", ANY_TIME
 
 
-def accepted(*words, judges_speed=False):
-    """The exit code and the JSON of the command on this rank; times are measured, and judged only if asked for."""
+def on_device(*words, judges_speed=False):
+    """Exit status and outcomes of the tests on this rank; times are measured, and judged only if asked for."""
     torch.accelerator.set_device_index(dist.get_rank())
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
         for owner, name, value in replacements(judges_speed):
             stack.enter_context(mock.patch.object(owner, name, value))
-        code, _, err = command("acceptance", "--json", "--out", str(Path(folder) / "found"), *words)
-        found = Path(folder) / "found.json"
-        return code, json.loads(found.read_text()) if found.exists() else err
+        return run_suite(*words)

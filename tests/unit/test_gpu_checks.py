@@ -1,14 +1,7 @@
-"""`longspan acceptance` (tests/gpu) by parts: kernels by model, guard zones, verdicts, names, an anonymous page."""
+"""The checks of tests/gpu: kernels by model, guard zones, samples of long sequences, names of tests."""
 
 import contextlib
 import doctest
-import json
-import os
-import platform
-import re
-import signal
-import sys
-import threading
 from dataclasses import replace
 from itertools import product
 
@@ -18,18 +11,14 @@ import torch
 import longspan
 import tests.gpu.conftest
 from longspan import kernels
-from longspan.cli import main
 from longspan.cli.launch import JobRanks
-from longspan.errors import LongspanError
 from longspan.kernels import cuda_sdpa, kernel_named
 from longspan.kernels.cuda_flash import Flash
 from tests.gpu import (
     facts,
     guard_zones,
-    page,
     programs,
     sampled,
-    session,
     site,
     test_exact,
     test_host,
@@ -37,9 +26,8 @@ from tests.gpu import (
     test_operators,
 )
 from tests.gpu.guard_zones import GUARD, LAYOUTS, GuardedMemory
-from tests.gpu.page import Report, anonymize, markdown, private_words, write
-from tests.gpu.session import Session, select
-from tests.gpu.site import VERDICTS, Outcome, Site, compare_times, worst
+from tests.gpu.site import Site
+from tests.gpu.suite import FOLDER
 from tests.gpu.test_operators import check_case, operator_cases
 from tests.unit.test_kernel_addresses import DTYPES, KERNELS
 
@@ -179,82 +167,51 @@ def test_operands_lie_in_nan(layout):
     assert whole[-GUARD:].isnan().all()
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
-
-
-def right(text="", **figures):
-    return Outcome("right", text, figures)
-
-
-def wrong(text):
-    return Outcome("wrong", text)
-
-
-def test_which_verdicts_are_red():
-    assert [verdict for verdict in VERDICTS if Outcome(verdict).is_red] == ["too slow", "wrong"]
-    assert compare_times(2.0, (1.25, 2.0), "").verdict == "slower"
-    assert compare_times(1.25, (1.25, 2.0), "").verdict == "right"
-
-
-def test_the_worst_rank_decides():
-    assert worst([right("a"), Outcome("not run", "b"), right("c")]).text == "rank 1: b"
-    assert worst([wrong("a"), wrong("b")]) == wrong("a")
-    assert worst([compare_times(1.1, (2, 3), "a"), compare_times(1.4, (2, 3), "b")]).text == "b"
-    assert worst([right("fine", used=0.2)] * 3) == right("fine", used=0.2)
-
-
-@pytest.mark.parametrize("module", [facts, guard_zones, page, programs, session, site, test_exact, test_memory])
+@pytest.mark.parametrize("module", [facts, guard_zones, programs, site, test_exact, test_memory])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
 
-# ---- lines by name ---------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def lines(monkeypatch, capsys):
-    """The names of all lines, as `--list` prints them for a device."""
+def collected(monkeypatch):
+    """The names of all tests that a device collects."""
 
     def names(device, *words):
         ranks = JobRanks(0, 1, 1, "nccl" if device == "cuda:0" else "gloo", device)
-        monkeypatch.setattr(tests.gpu.conftest, "join_ranks", lambda *_, **__: contextlib.nullcontext(ranks))
-        assert main(["acceptance", "--list", *words]) == 0
-        return capsys.readouterr().out.split()
+        monkeypatch.setattr(tests.gpu.conftest, "join_ranks", lambda _: contextlib.nullcontext(ranks))
+        plugin = Collected()
+        quiet = ("-p", "no:terminal", "-p", "no:faulthandler", "-p", "no:unraisableexception", "--collect-only")
+        assert pytest.main([str(FOLDER), *words, *quiet], plugins=[plugin]) == 0
+        return plugin.names
 
     return names
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_names_of_lines_are_unique_and_sections_whole(lines, device):
-    names = lines(device)
+class Collected:
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid.partition("test_")[2].replace(".py::test_", ".") for item in session.items]
+
+
+def test_a_gpu_collects_every_kernel_and_both_kinds_of_group(collected):
+    names = collected("cuda:0")
     assert len(set(names)) == len(names)
-    assert list(dict.fromkeys(name.partition(".")[0] for name in names)) == list(tests.gpu.conftest.SECTIONS)
-    assert all(re.fullmatch(r"[a-z]+(\.\w+)+", name) for name in names)
-    quick = lines(device, "--quick")
-    assert {name.partition(".")[0] for name in quick} == set(tests.gpu.conftest.SECTIONS)
-    assert len(quick) < len(names)
-
-
-def test_on_gpus_both_kinds_of_group_are_there_and_a_first_call_comes_first(lines):
-    names = lines("cuda:0")
-    assert len(names) == 82
+    assert list(dict.fromkeys(name.partition(".")[0] for name in names)) == list(tests.gpu.conftest.FILES)
     exact = [name for name in names if name.startswith("exact.")]
-    assert exact[:2] == ["exact.first_call.nccl", "exact.first_call.mixed"]
-    assert {"exact.group.nccl", "exact.group.mixed"} <= set(names)
-    with_lines = {name.split(".")[1] for name in names if name.startswith("operators.")}
-    assert with_lines == set(kernels._KERNELS) - {"cpu_flash"}
-    assert {f"long.{name}" for name in ("fa3", "fa4", "cudnn_varlen", "varlen", "varlen.FA3", "varlen.FA4")} <= set(
-        names
-    )
-    assert {"time.causal.1M", "time.documents.64k", "time.window.256k"} <= set(names)
+    assert exact[:2] == ["exact.first_call[first_call.nccl]", "exact.first_call[first_call.mixed]"]
+    assert {"exact.group[group.nccl]", "exact.group[group.mixed]", "time.workload[causal.1M]"} <= set(names)
+    found = {name.partition("[")[2].partition(".")[0] for name in names if name.startswith("operators.")}
+    assert found == set(kernels._KERNELS) - {"cpu_flash"}
+    assert {f"long.kernel[{name}]" for name in ("fa3", "fa4", "cudnn_varlen", "varlen")} <= set(names)
 
 
-def test_lines_are_chosen_by_name_or_beginning(lines):
-    assert lines("cpu", "--quick", "--only", "exact.ring") == ["exact.ring"]
-    assert lines("cpu", "--only", "host.waits") == ["host.waits"]
-    for unknown in ("exact.rin", "", "ring", "exact.ring,nothing"):
-        with pytest.raises(LongspanError, match=r"--only must name lines .* They are: exact.ring, host"):
-            select({"exact.ring": False, "host": False}, unknown, quick=False)
+def test_the_quick_run_has_some_of_every_file(collected):
+    for device in ("cpu", "cuda:0"):
+        quick = collected(device, "--quick")
+        assert {name.partition(".")[0] for name in quick} == set(tests.gpu.conftest.FILES)
+        assert len(quick) < len(collected(device))
 
 
 def test_new_batches_differ_however_short():
@@ -326,77 +283,7 @@ def test_samples_see_a_tenth_of_the_rows(name):
     assert any(not check.ratio <= 1 for check in sampled.check_samples(shard, 0) if check.tensor == name)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def report_of(*outcomes, complete=True):
-    found = Report({"device": "CPU", "versions": {"torch": "2.13"}}, 4, False, private_words())
-    for number, outcome in enumerate(outcomes):
-        found.add(f"exact.line{number}", outcome, 0.5)
-    found.is_complete = complete
-    return found
-
-
-@pytest.mark.parametrize(
-    ("text", "gone"),
-    [
-        ("cannot open /home/someone/x.json: no", "/home"),
-        ("peer [127.0.0.1]:29500 closed", "127.0"),
-        ("peer 10.1.2.3 closed", "10.1.2.3"),
-        ("peer [fe80::1:2:3%eth0]:80 closed", "fe80"),
-        ("~/data/x.bin", "data"),
-        (f"on {platform.node()} it failed", platform.node()),
-        ('File "/usr/lib/python3/x.py", line 3', "python3"),
-    ],
-)
-def test_the_page_names_no_host_person_or_path(text, gone):
-    assert gone not in anonymize(text, private_words())
-    found = report_of(wrong(text))
-    assert gone not in markdown(found) + json.dumps(found.as_dict())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["off by 2.5e-03 of 1.0", "torch 2.13.0+cu132", "3:4 heads and/or keys", "1.5 GB/s a/b", "rank 1: dq differs"],
-)
-def test_what_is_no_secret_stays(text):
-    assert anonymize(text, ["node7"]) == text
-
-
-def test_the_page_says_how_to_repeat_a_line_and_whether_it_is_accepted():
-    good, slow, bad = right("fine"), compare_times(1.6, (1.25, 2.0), "slow"), wrong("dq is off")
-    assert report_of(good, slow).ok
-    assert not report_of(good, complete=False).ok
-    found = report_of(good, slow, bad)
-    assert not found.ok
-    text = markdown(found)
-    assert "NOT ACCEPTED: 1 right, 1 slower, 1 wrong" in text
-    assert "slower than predicted by 1.60x" in text
-    assert "torchrun --nproc-per-node 4 -m longspan acceptance --only exact.line2" in text
-    lines = found.as_dict()["lines"]
-    assert [line["red"] for line in lines] == [False, False, True]
-    assert lines[1]["repeat"].endswith("--only exact.line1")
-
-
-def test_the_page_counts_sections_and_gives_reasons_and_worst_figures():
-    found = report_of(
-        right("a", used=0.2), right("b", used=0.4), wrong("dq is off"), Outcome("not run", "needs 4 ranks")
-    )
-    found.add("time.causal.64k", compare_times(1.6, (1.25, 2.0), "slow"), 1.0)
-    found.add("memory.batches.exchange", right("c", used=0.1, new_seconds=3.0, warm_seconds=1.5), 1.0)
-    page = markdown(found).partition("<details>")[0]
-    assert "| exact | 2 |  | 1 | 1 | 0.40 of what rounding explains (exact.line1) |" in page
-    assert "| time |  | 1 |  |  | 1.60 the predicted time (time.causal.64k) |" in page
-    assert "not run: exact.line3: needs 4 ranks" in page
-    assert "exact.line2: WRONG.** dq is off" in page
-    assert "| a new batch | 2.0x the time of the same again (memory.batches.exchange) |" in page
-    assert found.as_dict()["sections"]["exact"]["worst_line"] == "exact.line1"
-
-
-def test_files_are_whole(tmp_path):
-    write(report_of(right("fine")), tmp_path / "found")
-    assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
+# ---- facts -----------------------------------------------------------------------------------------------------------
 
 
 def test_links_as_nvidia_smi_prints_them():
@@ -413,34 +300,6 @@ def test_variables_with_paths_are_told_by_name_alone(monkeypatch):
     assert "NCCL_DEBUG=WARN" in told
     assert "NCCL_TOPO_FILE" in told
     assert not any("someone" in line for line in told)
-
-
-# ---- one process -----------------------------------------------------------------------------------------------------
-
-
-def test_without_a_launcher_it_says_what_to_type(capsys):
-    assert main(["acceptance"]) == 2
-    assert "torchrun --nproc-per-node 4 -m longspan acceptance" in capsys.readouterr().err
-
-
-def test_lines_are_listed_without_a_launcher(capsys):
-    assert main(["acceptance", "--list"]) == 0
-    names = capsys.readouterr().out.split()
-    assert "exact.first_call.gloo" in names
-    assert len(names) == 55
-
-
-def test_without_a_checkout_it_says_how_to_get_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(longspan, "__file__", str(tmp_path / "site-packages" / "longspan" / "__init__.py"))
-    assert main(["acceptance", "--list"]) == 2
-    assert "in a checkout" in capsys.readouterr().err
-
-
-def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pytest", None)
-    assert main(["acceptance", "--list"]) == 2
-    assert "pip install pytest" in capsys.readouterr().err
 
 
 # ---- what only GPUs run, on stand-ins: that the code runs, not that the figures are right ----------------------------
@@ -488,7 +347,7 @@ def gpu_site(monkeypatch):
 def test_memory_of_gpus_by_the_allocator(gpu_site):
     with pytest.raises(pytest.fail.Exception, match="the plan says"):  # 50 MB are more than 256 tokens may take
         test_memory.test_peak(gpu_site, "ring", "causal")
-    assert gpu_site.outcome.figures["taken_bytes"] > 49_000_000
+    assert gpu_site.found["taken_bytes"] > 49_000_000
 
 
 def test_host_time_of_gpus_by_events(gpu_site, monkeypatch):
@@ -504,7 +363,7 @@ def test_launches_of_gpus_by_the_profiler(gpu_site, monkeypatch):
     cpu = test_host.ProfilerActivity.CPU
     monkeypatch.setattr(test_host, "profile", lambda activities: profile(activities=[cpu]))
     test_host.test_waits(gpu_site)
-    assert "no host wait" in gpu_site.outcome.text
+    assert "no host wait" in gpu_site.found["found"]
     error = RuntimeError("called a synchronizing CUDA operation")
     monkeypatch.setattr(test_host, "no_host_waits", lambda _: (_ for _ in ()).throw(error))
     with pytest.raises(pytest.fail.Exception, match="called a synchronizing CUDA operation"):
@@ -520,55 +379,3 @@ def test_waits_of_gpus_are_forbidden_around_kernels_and_calls(gpu_site, monkeypa
     with pytest.raises(ValueError, match="x"), test_operators.no_host_waits("cuda:0"):
         raise ValueError("x")
     assert modes[-1] == "default"
-
-
-# ---- a job that ends early -------------------------------------------------------------------------------------------
-
-
-def session_of(*names):
-    return Session(Site(ALONE, quick=True), names, None, lambda name: None, lambda report: None)
-
-
-def verdicts(running):
-    return [outcome.verdict for _, outcome, _ in running.report.rows]
-
-
-def test_the_running_line_has_its_own_seconds(monkeypatch):
-    """They were once counted from the start of the machine's clock: 8,782 s."""
-    running = session_of("a", "b", "c")
-    running.run("a", 1, lambda: None, {})
-    running.test_start -= 5.0  # the second line began five seconds ago
-    monkeypatch.setattr(session, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    read, write_end = os.pipe()
-    os.write(write_end, bytes([signal.SIGTERM]))
-    running._wait_for_sigterm(read)
-    os.close(write_end)
-    assert verdicts(running) == ["right", "wrong", "not run"]
-    assert 5.0 <= running.report.rows[1][2] < 6.0
-    assert running.report.seconds < 5.0
-    assert not running.report.is_complete
-
-
-def test_a_test_that_hangs_ends_the_run(monkeypatch):
-    ended = threading.Event()
-    monkeypatch.setattr(session, "TEST_SECONDS", 0.05)
-    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    running = session_of("a", "b")
-    running.run("a", 1, lambda: ended.wait(30), {})
-    assert ended.is_set()
-    assert verdicts(running) == ["wrong", "not run"]
-    assert "not finished within" in running.report.rows[0][1].text
-    assert not running.report.ok
-
-
-def test_outcomes_of_a_test(monkeypatch):
-    running = session_of("a", "b", "c", "d", "e")
-    site = running.site
-    assert running.run("a", 1, lambda: site.record("fine", cases=3), {}) == right("fine", cases=3)
-    assert running.run("b", 2, lambda: None, {}).text == "it needs 2 ranks, and there are 1"
-    assert running.run("c", 1, pytest.skip, {"reason": "why"}) == Outcome("not run", "why")
-    assert running.run("d", 1, pytest.fail, {"reason": "off"}) == wrong("off")
-    assert running.run("e", 1, lambda: [].pop(), {}) == wrong("IndexError: pop from empty list")
-    running.end()
-    assert running.report.is_complete

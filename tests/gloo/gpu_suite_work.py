@@ -1,13 +1,9 @@
-"""Mistakes that are planted before `longspan acceptance` runs, each of which must turn its own line red and no other.
-
-By name, from tests only: `python -m torch.distributed.run ... -m tests.gloo.acceptance_work PLANT ARGUMENTS...`.
-"""
+"""Mistakes that are planted before tests/gpu runs, each of which must fail its own test and no other."""
 
 import contextlib
-import os
-import signal
-import sys
 import time
+from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,8 +13,8 @@ from longspan.cli import measure
 from longspan.kernels import kernel_named
 from longspan.kernels.cuda_flash import Flash
 from longspan.run.transports import ProcessGroup
-from tests.gloo.cli_work import command
-from tests.gpu import session, test_exact, test_training
+from tests.gpu import site, test_exact, test_training
+from tests.gpu.suite import run_suite
 
 SLOW = 10e6
 """Bytes per second of the slow link, from rank 1 to rank 2."""
@@ -138,29 +134,16 @@ def slow_call():
     return replaced(measure, "attention", attention)
 
 
-def death():
-    """Rank 2 is killed in one line."""
-    return in_one_line(lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def raises():
-    """Rank 2 alone raises in one line, with a text that names a path."""
+    """Rank 2 alone raises in one test."""
+    right = test_exact.verify_plan
 
-    def fail():
-        raise OSError("cannot read /home/someone/secret.bin")
+    def verify_plan(site, plan, group, **options):
+        if site.ranks.rank == 2 and plan.scheme.name == "exchange":
+            raise OSError("cannot read the data")
+        return right(site, plan, group, **options)
 
-    return in_one_line(fail)
-
-
-def in_one_line(act):
-    right = session.Session._try
-
-    def attempt(self, name, least_ranks, test, arguments):
-        if name == "exact.exchange" and self.site.ranks.rank == 2:
-            test, arguments = act, {}
-        return right(self, name, least_ranks, test, arguments)
-
-    return replaced(session.Session, "_try", attempt)
+    return replaced(test_exact, "verify_plan", verify_plan)
 
 
 def far_rows():
@@ -246,21 +229,13 @@ def averaged():
 PLANTS = {
     plant.__name__: plant
     for plant in (
-        nothing, wrong_kernel, kernel_reads_beside, slow_link, sync, copy, hoard, slow_call, death, raises,
-        far_rows, kept_messages, part_of_group, recurrence, convolution, huggingface_loss,
-        recomputed, compiled, averaged,
+        nothing, wrong_kernel, kernel_reads_beside, slow_link, sync, copy, hoard, slow_call, raises, far_rows,
+        kept_messages, part_of_group, recurrence, convolution, huggingface_loss, recomputed, compiled, averaged,
     )
 }  # fmt: skip
 
 
 def planted(name, *words):
-    """(exit code, stdout, stderr) of the command with something planted."""
-    with PLANTS[name]():
-        return command("acceptance", *words)
-
-
-if __name__ == "__main__":
-    from longspan.cli import main
-
-    with PLANTS[sys.argv[1]]():
-        sys.exit(main(["acceptance", *sys.argv[2:]]))
+    """Exit status and outcomes of the tests on this rank, with something planted."""
+    with PLANTS[name](), mock.patch.object(site, "GROUP_TIMEOUT", timedelta(seconds=20)):
+        return run_suite(*words)
