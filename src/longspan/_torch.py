@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found]
-from torch._functorch.vmap import lazy_load_decompositions
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule

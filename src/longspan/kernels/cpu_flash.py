@@ -52,7 +52,8 @@ def backward_op(
     """Return (dq, dk, dv) of one piece, in the inputs' dtype or float32, whichever is faster."""
     dtype, inputs = q_BHQD.dtype, (q_BHQD, k_BGKD, v_BGKD)
     if _is_faster_in_float32(q_BHQD, k_BGKD, lse_BHQ):
-        dtype, inputs, bias = torch.float32, [x.float() for x in inputs], None if bias is None else bias.float()
+        dtype, inputs = torch.float32, (q_BHQD.float(), k_BGKD.float(), v_BGKD.float())
+        bias = None if bias is None else bias.float()
     dout_BHQD, out_BHQD = as_dtype(dout_BHQD, dtype), as_dtype(out_BHQD, dtype)
     return _torch.cpu_flash_backward(dout_BHQD, *inputs, out_BHQD, lse_BHQ, bias, causal, scale)
 

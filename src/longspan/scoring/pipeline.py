@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -238,10 +237,12 @@ class Scoring:
 
     def on_tile(self, score: Tensor, index: Index, call: Call = call_plainly) -> Tensor:
         """Return the scores of a tile after every function; `call` calls them."""
-
-        run = partial(self.apply, call=call)
         if not self.is_mapped:
-            return run(score, *index)
+            return self.apply(score, *index, call=call)
+
+        def run(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return self.apply(score, b, h, q, kv, call)
+
         with explained("score_mod"):
             return _torch.map_pairs(run, score, *index)
 
