@@ -558,6 +558,16 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether `torch.vmap` maps this tensor now."""
+    return torch._C._functorch.is_batchedtensor(tensor)  # type: ignore[attr-defined]
+
+
+def unmapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that `torch.vmap` maps as this one."""
+    return torch._C._functorch.get_unwrapped(tensor)  # type: ignore[attr-defined]
+
+
 def fake_mode_of(tensor: Tensor) -> Any:
     """Return the mode of a fake tensor, if it does not mix with tensors that have contents; else None."""
     mode = getattr(tensor, "fake_mode", None)

@@ -31,7 +31,7 @@ def run(mask, world, scheme, dtype, kernel="reference", layout="contiguous", tra
     made = plan(
         mask, getattr(layouts, layout)(96, world), q_heads=8, kv_heads=4, head_dim=16, dtype=dtype, scheme=scheme
     )
-    transport = None if transport is None else Network(transport, plans=made.fingerprint, slow=1.0 + transport % 3)
+    transport = None if transport is None else Network(transport, slow=1.0 + transport % 3)
     return run_loopback(made, *inputs(dtype), kernel=kernel, transport=transport)
 
 

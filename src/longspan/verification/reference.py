@@ -357,7 +357,7 @@ def _apply_score(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
 def _index(scores: Tensor, q_at: Tensor | None, kv_at: Tensor | None) -> Inputs:
     b, h, s, _ = (torch.arange(n, device=scores.device) for n in scores.shape)
     q, kv = (s if at is None else at.to(s.device) for at in (q_at, kv_at))
-    return b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), kv
+    return b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1)
 
 
 def _softmax(
