@@ -558,6 +558,12 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+@cache
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 by instructions of its own; read in torch 2.13."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether `torch.vmap` maps this tensor now."""
     return torch._C._functorch.is_batchedtensor(tensor)  # type: ignore[attr-defined]

@@ -211,7 +211,7 @@ def writes(s, b, h, i, j):
 
 UNCOMPILED = {
     "own backward": (lambda s, b, h, i, j: StraightThrough.apply(s) + s, "autograd.Function"),
-    "own backward of what is captured": (lambda s, b, h, i, j: s * StraightThrough.apply(TABLE[h]), "autograd.Function"),
+    "own backward of a capture": (lambda s, b, h, i, j: s * StraightThrough.apply(TABLE[h]), "autograd.Function"),
     "vmap": (lambda s, b, h, i, j: s + torch.vmap(lambda x: x * i)(FIXED).sum(), "every call creates"),
     "operator by its schema": (lambda s, b, h, i, j: torch.ops.aten.sin(s), "it uses sin"),
 }
