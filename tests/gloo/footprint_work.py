@@ -114,6 +114,10 @@ def python_calls():
     found = {}
     out, found["first forward"] = counted(call)
     _, found["first backward"] = counted(lambda: out.sum().backward())
+    prepared = _attention_plan("ring")
+    prepared.prepare(dist.get_rank(), group=dist.group.WORLD)
+    out, found["prepared forward"] = counted(lambda: ls.attention(q, k, v, prepared, group=dist.group.WORLD))
+    _, found["prepared backward"] = counted(lambda: out.sum().backward())
     for _ in range(3):
         call().sum().backward()
     out, found["warm forward"] = counted(call)
