@@ -28,7 +28,7 @@ MARKERS = (
     "quick: something of every layer, within a minute of processor time",
     "share(n): one case in n runs each time, all of them at night (tests/lanes.py)",
     "nightly: runs at night only, or when selected by name (tests/lanes.py)",
-    *(f"{name}: in tests/gpu" for name in ("ranks(n)", "slow", "cpu", "cuda")),
+    *(f"{name}: in tests/gpu" for name in ("ranks(n)", "slow", "cpu", "cuda", "gloo", "cards")),
 )
 # Doctests that `pytest -m quick` runs: modules that do not import torch, so that the first dot comes soon.
 QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("spans.py", "masks", "layouts", "planning"))
