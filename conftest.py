@@ -3,10 +3,7 @@
 Two cores are shared, and sums must not depend on how many threads there are.
 """
 
-import os
-import shutil
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,10 +40,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers share the folder of the process that starts them
-        # Tests plant mistakes: checks of models that fail for them must not stay in the user's own cache.
-        os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="longspan-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     for marker in MARKERS + (
         ("timeout(seconds): needs pytest-timeout",) if find_spec("pytest_timeout") is None else ()
     ):

@@ -74,7 +74,6 @@ def hugging_face_step() -> dict[str, int]:
 
     from longspan import huggingface
 
-    huggingface.register()
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, attn_implementation="longspan",

@@ -73,11 +73,6 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def sparse_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that a sparse tensor of two dims lists, some twice, and their values."""
-    return gradient._indices()[0], gradient._values()
-
-
 def loses_derivative(*tensors: Any) -> bool:
     """Return whether a tensor has a derivative that only PyTorch's own operators carry on: one in forward mode, or the
     gradient of a tensor that `torch.vmap` maps, which inside of it does not require one."""

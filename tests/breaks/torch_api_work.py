@@ -1,9 +1,7 @@
 """What ranks run in tests/breaks/test_torch_api.py; importable by name, as worker processes need it."""
 
 import contextlib
-import gc
 import itertools
-import random
 import warnings
 from functools import partial
 from unittest import mock
@@ -23,36 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan import torch_api
-from longspan.layouts import Layout
-from longspan.torch_api import api, routes
-from longspan.torch_api import balancers as inferred
+from longspan._torch import cp_options
+from longspan.torch_api import routes
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 
 
 def world_mesh():
+    """A mesh of all ranks, and the options of a new process."""
+    cp_options().enable_load_balance = True
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
-def forget_layouts():
-    """Tests share one process; each starts as a new job would."""
-    inferred._records.clear()
-
-
-def balancers(tokens, world):
-    """Every way to say how a sequence of this length is cut, and None."""
-    documents = [tokens // 3, tokens - tokens // 3]
-    mask = ls.masks.documents(documents) & ls.masks.causal()
-    return {
-        "none": None,
-        "contiguous": torch_api.Contiguous(),
-        "head-tail": torch_api.HeadTail(),
-        "per document": torch_api.PerDocument(documents),
-        "round robin": torch_api.RoundRobin(ls.masks.causal(), block=4),
-        "balanced": torch_api.Balanced(mask),
-        "striped": ls.layouts.striped(tokens, world, stripe=3),
-        "padded": ls.layouts.zigzag(tokens, world, equal_tokens=True),
-    }
 
 
 def outcome(expected, limit, function, *args):
@@ -69,298 +47,6 @@ def outcome(expected, limit, function, *args):
 
 def drawn(seed, *shape, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def unshard(mesh, tensor, balancer=None, dim=1):
-    return torch_api.context_parallel_unshard(mesh, [tensor.detach()], [dim], balancer)[0]
-
-
-# -- shard and unshard ------------------------------------------------------------------------------------------------
-
-
-def pairs():
-    """Shard by each balancer and unshard without one: the shard itself, and what a layer computes of it."""
-    mesh, found = world_mesh(), []
-    layer = nn.Linear(4, 4, dtype=torch.float64)
-    torch.nn.init.eye_(layer.weight)
-    torch.nn.init.zeros_(layer.bias)
-    for tokens in (16, 37):
-        for name, balancer in balancers(tokens, mesh.size()).items():
-            forget_layouts()
-            x = drawn(tokens, 2, tokens, 4)
-            (shard,) = torch_api.context_parallel_shard(mesh, [x], [1], balancer)
-            for what, tensor in (("shard", shard), ("layer", layer(shard)), ("copy", shard.clone())):
-                found.append((f"{tokens} {name} {what}", RIGHT, *outcome(x, 0, unshard, mesh, tensor, None, -2)))
-            if name == "padded":  # contexts do not take it
-                continue
-            forget_layouts()
-            y = x.clone()
-            with torch_api.context_parallel(mesh, buffers=[y], buffer_seq_dims=[1], load_balancer=balancer):
-                computed = 2 * y
-                found.append((f"{tokens} {name} in context", RIGHT, *outcome(2 * x, 0, unshard, mesh, computed)))
-            found.append((f"{tokens} {name} after it", RIGHT, *outcome(2 * x, 0, unshard, mesh, computed)))
-    return found
-
-
-class Attention(nn.Module):
-    """Projections around attention, which is a module of its own, as in most models."""
-
-    class Inner(nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.inner = nn.Linear(4, 12, dtype=torch.float64), Attention.Inner()
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters()):
-                parameter.copy_(drawn(number, *parameter.shape))
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.inner(q, k, v).transpose(1, 2).flatten(2)
-
-
-def wrapped(mesh, **options):
-    model = Attention()
-    parallelize_module(model.inner, mesh, torch_api.ContextParallel(2, "sdpa", **options))
-    return model
-
-
-def layout_of(balancer, default, tokens, world):
-    balancer = default if balancer is None else balancer
-    return balancer if isinstance(balancer, Layout) else balancer.layout(tokens, world)
-
-
-def layouts_of_a_job(seed, steps):
-    """Random calls in one job: each result is right, or refused where two layouts have as many tokens per rank. What is
-    to be expected is worked out from the calls so far, by positions alone."""
-    forget_layouts()
-    mesh, draw, found = world_mesh(), random.Random(seed), []
-    cut = {}  # tokens per rank -> the positions of each layout that cut so many
-    older = []  # tensors that were computed from earlier shards
-    untold = wrapped(mesh)
-
-    def note(layout):
-        ranks = range(mesh.size())
-        lengths = tuple(layout.num_slots(rank) for rank in ranks)
-        cut.setdefault(lengths, set()).add(tuple(p for rank in ranks for p in layout.positions(rank).tolist()))
-        return lengths
-
-    def known(lengths):
-        return RIGHT if len(cut[lengths]) == 1 else REFUSED
-
-    def attend(model, shard, layout):
-        return unshard(mesh, model(shard), layout)
-
-    for step in range(steps):
-        tokens = draw.choice((16, 24, 37))
-        ways = balancers(tokens, mesh.size())
-        way = draw.choice(
-            [*ways] if draw.random() < 0.3 else ["none", "contiguous", "padded"]
-        )  # some lengths stay clear
-        balancer, x = ways[way], drawn(1000 * seed + step, 1, tokens, 4)
-        right = Attention()(x).detach()
-        kind = draw.choice(("shard", "context", "style", "older", "told"))
-        label = f"seed {seed} step {step}: {kind} {way} {tokens}"
-        if kind == "context" and way != "padded":
-            lengths = note(layout_of(balancer, torch_api.HeadTail(), tokens, mesh.size()))
-            y = x.clone()
-            with torch_api.context_parallel(mesh, buffers=[y], buffer_seq_dims=[1], load_balancer=balancer):
-                out = Attention()(y).detach()
-                found.append((label, RIGHT, *outcome(right, 1e-12, unshard, mesh, out)))
-            found.append((f"{label} after", known(lengths), *outcome(right, 1e-12, unshard, mesh, out)))
-            older.append((out, right, lengths))
-            continue
-        (shard,) = torch_api.context_parallel_shard(mesh, [x], [1], balancer)
-        layout = layout_of(balancer, torch_api.Contiguous(), tokens, mesh.size())
-        lengths = note(layout)
-        if kind == "style":
-            found.append((label, known(lengths), *outcome(right, 1e-12, attend, untold, shard, layout)))
-        elif kind == "told":
-            told = wrapped(mesh, load_balancer=layout)
-            found.append((label, RIGHT, *outcome(right, 1e-12, attend, told, shard, layout)))
-        else:
-            (again,) = torch_api.context_parallel_unshard(mesh, [shard], [1])
-            found.append((label, RIGHT, *outcome(x, 0, lambda result: result, again)))
-            found.append((f"{label} computed", known(lengths), *outcome(2 * x, 0, unshard, mesh, 2 * shard)))
-        older.append((3 * shard, 3 * x, lengths))
-        if kind == "older":
-            tensor, whole, lengths = draw.choice(older)
-            found.append((f"{label} older", known(lengths), *outcome(whole, 1e-12, unshard, mesh, tensor)))
-    return found
-
-
-def meshes():
-    """Two axes of one mesh have layouts of their own; meshes over the same ranks share theirs."""
-    forget_layouts()
-    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    x, found = drawn(0, 1, 16, 4), []
-    right = Attention()(x).detach()
-    (by_cp,) = torch_api.context_parallel_shard(plane["cp"], [x], [1], torch_api.HeadTail())
-    (by_dp,) = torch_api.context_parallel_shard(plane["dp"], [x], [1], torch_api.Contiguous())
-    ranks = dist.get_process_group_ranks(plane["cp"].get_group())
-    group = [dist.new_group([first, first + 1]) for first in (0, 2)][ranks[0] // 2]
-    again = type(plane).from_group(group, "cpu", mesh_dim_names=("again",))
-    for name, mesh, shard in (("cp", plane["cp"], by_cp), ("dp", plane["dp"], by_dp), ("again", again, by_cp)):
-        found.append((f"unshard {name}", RIGHT, *outcome(2 * x, 0, unshard, mesh, 2 * shard)))
-        found.append((f"style {name}", RIGHT, *outcome(right, 1e-12, unshard, mesh, wrapped(mesh)(shard))))
-    torch_api.context_parallel_shard(again, [x], [1], torch_api.Contiguous())
-    for name, mesh, shard, end in (("cp", plane["cp"], by_cp, REFUSED), ("dp", plane["dp"], by_dp, RIGHT)):
-        found.append((f"two layouts over the ranks of cp: {name}", end, *outcome(2 * x, 0, unshard, mesh, 2 * shard)))
-    return found
-
-
-def styles():
-    """Wrapped modules and contexts that have no balancer, after all that may have been sharded before."""
-    mesh, x, found = world_mesh(), drawn(1, 1, 24, 4), []
-    right = Attention()(x).detach()
-    rank, head_tail, contiguous = mesh.get_local_rank(), torch_api.HeadTail(), torch_api.Contiguous()
-
-    def whole(out, balancer):
-        out = out.to_local() if isinstance(out, DTensor) else out
-        return unshard(mesh, out, balancer)
-
-    def by_hand(tokens=x):
-        return tokens.chunk(mesh.size(), 1)[rank].clone()
-
-    def expect(name, expected, call):
-        found.append((name, expected, *outcome(right, 1e-12, call)))
-        forget_layouts()
-
-    def after(*cuts, tokens=x):
-        shards = [torch_api.context_parallel_shard(mesh, [tokens], [1], cut)[0] for cut in cuts]
-        return shards[0]
-
-    forget_layouts()
-    expect("nothing sharded", RIGHT, lambda: whole(wrapped(mesh)(by_hand()), contiguous))
-    expect("its output is unsharded alike", RIGHT, lambda: whole(wrapped(mesh)(by_hand()), None))
-    expect("head-tail before", RIGHT, lambda: whole(wrapped(mesh)(after(head_tail)), None))
-    expect("two layouts before", REFUSED, lambda: whole(wrapped(mesh)(after(head_tail, contiguous)), head_tail))
-    expect("the same twice", RIGHT, lambda: whole(wrapped(mesh)(after(head_tail, head_tail)), None))
-    both = lambda shard: wrapped(mesh, load_balancer=head_tail)(shard)  # noqa: E731
-    expect("two layouts, balancer passed", RIGHT, lambda: whole(both(after(head_tail, contiguous)), head_tail))
-    shorter = lambda cut: after(cut, tokens=x[:, :16])  # noqa: E731
-    expect(
-        "another length, cut as the default", RIGHT, lambda: (shorter(None), whole(wrapped(mesh)(by_hand()), None))[1]
-    )
-    expect(
-        "another length, cut otherwise",
-        REFUSED,
-        lambda: (shorter(head_tail), whole(wrapped(mesh)(by_hand()), contiguous))[1],
-    )
-    expect(
-        "applied before anything was sharded, with a length",
-        RIGHT,
-        lambda: whole(wrapped(mesh, seq_len=24)(after(head_tail)), None),
-    )
-    expect("another length than said", REFUSED, lambda: whole(wrapped(mesh, seq_len=23)(after(head_tail)), None))
-
-    def direct():
-        """q, k and v come straight from shards, and so carry their layout where the record is of no use."""
-        model = Attention()
-        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in model.qkv(x).detach().chunk(3, -1))
-        torch_api.context_parallel_shard(mesh, [x], [1], contiguous)
-        shards = torch_api.context_parallel_shard(mesh, [q, k, v], [2] * 3, head_tail)
-        parallelize_module(model.inner, mesh, torch_api.ContextParallel())
-        return whole(model.inner(*shards).transpose(1, 2).flatten(2), head_tail)
-
-    expect("two layouts, straight from a shard", RIGHT, direct)
-
-    def in_context(shard, *inside, **options):
-        with torch_api.context_parallel(mesh, **options):
-            out = Attention()(shard() if callable(shard) else shard)
-            return whole(out, *inside)
-
-    expect("context without buffers", RIGHT, lambda: in_context(after(contiguous), None))
-    expect("context with a length", RIGHT, lambda: in_context(after(contiguous), None, seq_len=24))
-    expect("context, two layouts", REFUSED, lambda: in_context(after(contiguous, head_tail), None))
-    expect(
-        "context with a balancer",
-        RIGHT,
-        lambda: in_context(after(contiguous, head_tail), None, load_balancer=contiguous),
-    )
-    expect("sharded in a context", RIGHT, lambda: in_context(lambda: after(None), None))
-    expect("sharded in one of a length", RIGHT, lambda: in_context(lambda: after(None), None, seq_len=24))
-    expect("sharded as it is in it", RIGHT, lambda: in_context(lambda: after(None), None, load_balancer=head_tail))
-
-    def nested():
-        y = x.clone()
-        with torch_api.context_parallel(mesh), torch_api.context_parallel(mesh, buffers=[y], buffer_seq_dims=[1]):
-            return whole(wrapped(mesh)(y), None)
-
-    expect("context in a context", RIGHT, nested)
-
-    def left():
-        """A module that is wrapped inside a context is used after it, with other shards."""
-        y = x.clone()
-        with torch_api.context_parallel(mesh, buffers=[y], buffer_seq_dims=[1]):
-            model = wrapped(mesh, seq_len=24)
-        forget_layouts()
-        return whole(model(after(contiguous)), None)
-
-    expect("wrapped in a context, used after it", RIGHT, left)
-    return found
-
-
-def told():
-    """What is said of shards must be so where they carry their layout, and all ranks must say the same."""
-    mesh, x, found = world_mesh(), drawn(2, 1, 16, 4), []
-    forget_layouts()
-    contiguous, head_tail = torch_api.Contiguous(), torch_api.HeadTail()
-    (shard,) = torch_api.context_parallel_shard(mesh, [x], [1])
-
-    def direct(tensor, balancer=None, mesh=mesh):
-        return torch_api.context_parallel_unshard(mesh, [tensor], [1], balancer)[0]
-
-    found.append(("right", RIGHT, *outcome(x, 0, direct, shard, contiguous)))
-    found.append(("wrong", REFUSED, *outcome(x, 0, direct, shard, head_tail)))
-    each = [contiguous, head_tail][mesh.get_local_rank() % 2]
-    found.append(("ranks differ", REFUSED, *outcome(2 * x, 0, direct, 2 * shard, each)))
-    (other,) = torch_api.context_parallel_shard(mesh, [x], [1], head_tail)
-    if mesh.get_local_rank() == 0:
-        other = 1 * other  # one rank's tensor carries nothing, and two layouts are recorded
-    found.append(("ranks know different things", REFUSED, *outcome(x, 0, direct, other)))
-    (written,) = torch_api.context_parallel_shard(mesh, [x], [1], head_tail)
-    written.copy_(shard)
-    found.append(("written to", REFUSED, *outcome(x, 0, direct, written)))
-    forget_layouts()
-    found.append(("nothing is known", REFUSED, *outcome(2 * x, 0, direct, 2 * shard)))
-    y = x.clone()
-    with torch_api.context_parallel(mesh, buffers=[y], buffer_seq_dims=[1], no_restore_buffers={y}):
-        pass
-    torch_api.context_parallel_shard(mesh, [x], [1])  # a second layout of this length
-    found.append(("not restored", RIGHT, *outcome(x, 0, direct, y)))
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    alone = type(mesh).from_group(group, "cpu", mesh_dim_names=("alone",))
-    found.append(("one rank", RIGHT, *outcome(x, 0, direct, x, None, alone)))
-    return found
-
-
-def memory_of_records(batches):
-    """Return how many layouts and digests are held after so many batches, each cut by its own layout, and whether old
-    shards are still alive."""
-    forget_layouts()
-    mesh, world = world_mesh(), dist.get_world_size()
-    for batch in range(batches):
-        tokens = 16 + batch % 4
-        first = 1 + batch // 4 % (tokens - 2)
-        torch_api.context_parallel_shard(
-            mesh, [torch.zeros(tokens)], [0], torch_api.PerDocument([first, tokens - first])
-        )
-    record = inferred.layout_record(mesh)
-    for tokens in range(16, 16 + batches):
-        record.add(ls.layouts.zigzag(tokens, world))
-    held = len(record.layouts), len(record.digests)
-    latest = record.find([ls.layouts.zigzag(tokens, world).num_slots(rank) for rank in range(world)]).name
-    try:
-        record.find([ls.layouts.zigzag(20, world).num_slots(rank) for rank in range(world)])
-        oldest = "found"
-    except ls.LongspanError as error:
-        oldest = str(error)
-    forget_layouts()
-    gc.collect()
-    return held, latest, oldest
 
 
 # -- gradients of DTensors --------------------------------------------------------------------------------------------
@@ -515,7 +201,6 @@ class Tp(nn.Module):
 def tensor_parallel(how, checkpointed):
     """Context parallelism x tensor parallelism, with the loss over a sharded vocabulary: errors of all gradients and of
     the loss against one device."""
-    forget_layouts()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     x, y = drawn(8, 2, 32, 16), torch.randint(0, 32, (2, 32), generator=torch.Generator().manual_seed(9))
     torch.manual_seed(0)
@@ -655,7 +340,6 @@ def flex_of_one(name, whole, length):
 
 
 def flex_in_style(mesh, whole):
-    forget_layouts()
     module = parallelize_module(Flex(block_mask=causal_blocks(256)), mesh, torch_api.ContextParallel(2, "flex"))
     out = module(*torch_api.context_parallel_shard(mesh, whole, [2] * 3))
     (out,) = torch_api.context_parallel_unshard(mesh, [out], [2])
@@ -684,27 +368,7 @@ def flex_that_is_ours(mesh, whole):
 # -- deliberate mistakes ----------------------------------------------------------------------------------------------
 
 
-def latest_wins(self, lengths):
-    """As PyTorch: what cut last is taken for what cut this."""
-    fits = [layout for layout in self.layouts.values() if inferred.slots(layout) == lengths]
-    return fits[-1] if fits else None
-
-
-def first_wins(self, lengths):
-    fits = [layout for layout in self.layouts.values() if inferred.slots(layout) == lengths]
-    return fits[0] if fits else None
-
-
 MUTANTS = {
-    "the latest layout wins": (inferred.LayoutRecord, "find", latest_wins),
-    "the first layout wins": (inferred.LayoutRecord, "find", first_wins),
-    "nothing is recorded": (inferred.LayoutRecord, "add", lambda self, layout: None),
-    "shards carry nothing": (inferred, "carried_layout", lambda *_: None),
-    "unshard reads no marks": (api, "carried_layout", lambda *_: None),
-    "the default always fits": (
-        inferred.LayoutRecord, "fitting_defaults", property(lambda self: set(inferred._DEFAULTS), lambda *_: None)
-    ),
-    "ranks need not agree": (api, "digest_of", lambda layout: 1),
     "edges make the root gradient": (routes, "_root_gradients", lambda roots, gradients: gradients),
     "plain root gradients": (
         routes, "_root_gradients",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan import huggingface
+import longspan.huggingface  # noqa: F401  (registers the attention)
 from longspan.training import tile
 from tests.hosts.hf_versions import checkpoint_layers
 from tests.unit.test_bytes_memory import Ledger
@@ -21,7 +21,6 @@ SIZES = {
 
 
 def made(name, dtype, **more):
-    huggingface.register()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **more}, pad_token_id=None)
     options = {"attn_implementation": "longspan", "dtype": dtype}

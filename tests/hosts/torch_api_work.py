@@ -5,8 +5,8 @@ import itertools
 import math
 import threading
 import warnings
+from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -20,9 +20,10 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
+from longspan._torch import cp_options
 from longspan.testing import dense_gradients
 from longspan.torch_api import api
-from longspan.torch_api.routes import current, rotation, routes
+from longspan.torch_api.routes import Router, current, rotation, routes
 from longspan.versions import minor
 
 LENGTHS = [9, 17, 4, 7]
@@ -31,6 +32,8 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
 def mesh_of_all():
+    """A mesh of all ranks, and the options of a new process."""
+    cp_options().enable_load_balance = True
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
@@ -193,7 +196,7 @@ def nested():
 
     def other():
         results["none"] = F.scaled_dot_product_attention(*whole()[:3], is_causal=True)
-        with api.context_parallel(alone, mask=ls.masks.causal()), api.set_rotate_method("alltoall"):
+        with api.context_parallel(alone, mask=ls.masks.causal()):
             results["own"] = F.scaled_dot_product_attention(*whole()[:3])
 
     with api.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
@@ -222,12 +225,6 @@ def inherited():
         with api.context_parallel(mesh, buffers=[other], buffer_seq_dims=[2]):
             out = F.scaled_dot_product_attention(other, k, v)
             errors.append(errors_of(mesh, None, [tensors[3], *tensors[1:]], documents, [out]))
-            for already in (q, other):
-                with (
-                    pytest.raises(ls.PlanError, match="buffers must be whole tensors"),
-                    api.context_parallel(mesh, buffers=[already], buffer_seq_dims=[2]),
-                ):
-                    pass
         with api.context_parallel(mesh, mask=window):
             out = F.scaled_dot_product_attention(q, k, v)
             errors.append(errors_of(mesh, None, tensors, window, [out]))
@@ -254,7 +251,7 @@ def beside():
             errors.append(float((ls.attention(*tensors[:3], ls.masks.causal(), kernel=kernel) - own).abs().max()))
         errors.append(errors_of(mesh, None, tensors, ls.masks.full(), [api.flex_attention(q, k, v)]))
     both = torch.nn.Sequential()
-    style = api.ContextParallel(load_balancer=api.Contiguous())  # other tests cut as many tokens by other layouts
+    style = api.ContextParallel()  # contiguous, since that is how inputs are sharded
     both.append(parallelize_module(Joined(), mesh, style))
     parallelize_module(both, mesh, style)
     (shards,) = api.context_parallel_shard(mesh, [torch.stack(tensors[:3])], [3])
@@ -442,30 +439,23 @@ def refused(call):
 
 
 def unseen():
-    """What a context says of attention that goes around it, and that it is silent where nothing does: (case, what)."""
+    """What contexts say at exit, by what was computed inside."""
     mesh, length = mesh_of_all(), 64
-    found = {}
+    layout = ls.layouts.zigzag(length, mesh.size())
+    plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
 
-    def eager(q, k, v):
-        return (q @ k.mT / 8**0.5).softmax(-1) @ v
+    def routed(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
 
-    def other_softmax(q, k, v):
-        return (
-            (q @ k[:, :, :5].mT).softmax(-1) @ v[:, :, :5]
-            + torch.softmax(q, -1).sum()
-            + eager(q[0, 0], k[0, 0], v[0, 0])
-        )
+    def flex(q, k, v):
+        return torch_flex(q, k, v)
 
     def planned(q, k, v):
-        layout = ls.layouts.zigzag(length, mesh.size())
-        plan = ls.plan(ls.masks.causal(), layout, q_heads=2, kv_heads=2, head_dim=8, dtype="float32")
-        return ls.attention(q.requires_grad_(), k, v, plan, group=mesh)
+        return ls.attention(q, k, v, plan, group=mesh)
 
-    def operator(q, k, v):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-
-    def overload(q, k, v):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True)[0]
+    def planned_inside(q, k, v):
+        with api.context_parallel(mesh):
+            return planned(q, k, v)
 
     def in_a_thread(q, k, v):
         results = []
@@ -474,31 +464,93 @@ def unseen():
         thread.join()
         return results[0]
 
-    def nothing(q, k, v):
-        return None
+    def eager(q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, about TorchScript
-        traced = torch.jit.trace(F.scaled_dot_product_attention, tuple(torch.randn(3, 1, 2, 9, 8)))
-    for case in (eager, F.softmax, other_softmax, planned, operator, overload, in_a_thread, traced, nothing):
-        q, k, v = torch.randn(3, 1, 2, length, 8).unbind()
-        q, k, v = q.clone(), k.clone(), v.clone()
-        name = getattr(case, "__name__", "traced")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                with api.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-                    out = F.softmax(q @ k.mT, dim=-1) if case is F.softmax else case(q, k, v)
-                    if out is not None:
-                        api.context_parallel_unshard(mesh, [out], [2])
-                        if out.requires_grad:
-                            out.sum().backward()
-                    else:
-                        api.context_parallel_unshard(mesh, [q], [2])
-                found[name] = [str(w.message) for w in caught if "context of Longspan" in str(w.message)]
-            except ls.LongspanError as error:
-                found[name] = str(error)
-        dist.barrier()
+    def forward_only(q, k, v):
+        return eager(q, k, v).detach()
+
+    def run(case):
+        buffers = [t.clone() for t in torch.randn(3, 1, 2, length, 8)]
+        with api.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+            out = quiet(case, *(t.clone().requires_grad_() for t in buffers))
+            if out.requires_grad:
+                out.sum().backward()
+
+    compiled = torch.compile(planned, backend="aot_eager")
+    cases = {f.__name__: f for f in (routed, flex, planned, planned_inside, in_a_thread, eager, forward_only)}
+    return {name: refused(partial(run, case)) for name, case in {**cases, "compiled": compiled}.items()}
+
+
+def layouts():
+    """How shards are put together again, and how modules and contexts take them: with the balancer, and without."""
+    mesh, found = mesh_of_all(), []
+    rank, x = mesh.get_local_rank(), whole()[0]
+    right = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    own = ls.layouts.striped(TOKENS, mesh.size(), stripe=3)
+    balancers = [(None, True), (api.Contiguous(), True), (api.HeadTail(), True)]
+    balancers += [(api.PerDocument(LENGTHS), False), (own, False)]
+    style = parallelize_module(Sdpa(), mesh, api.ContextParallel())
+
+    def ended(call, *args):
+        try:
+            return float((call(*args) - right).abs().max()) < 1e-12
+        except ls.LongspanError as error:
+            return str(error)
+
+    def unsharded(shard, balancer=None):
+        return api.context_parallel_unshard(mesh, [shard], [2], balancer)[0]
+
+    def attended(shard, balancer=None, module=style):
+        return unsharded(module(shard, shard, shard, is_causal=True), balancer)
+
+    for balancer, is_known in balancers:
+        (shard,) = api.context_parallel_shard(mesh, [right], [2], balancer)
+        told = balancer or api.Contiguous()
+        found.append((f"{balancer}: told", ended(unsharded, 1 * shard, told), True))
+        cases = {"unshard": (unsharded, 1 * shard)}
+        (shard,) = api.context_parallel_shard(mesh, [x], [2], balancer)
+        cases["style"] = attended, 1 * shard, told
+        for name, call in cases.items():
+            found.append((f"{balancer}: {name}", ended(*call), True if is_known else "must be passed"))
+    # What a shard says of itself is compared.
+    (shard,) = api.context_parallel_shard(mesh, [x], [2], api.PerDocument(LENGTHS))
+    module = parallelize_module(Sdpa(), mesh, api.ContextParallel(load_balancer=api.Contiguous()))
+    found.append(("another layout", ended(unsharded, shard, api.Contiguous()), "was sharded by"))
+    found.append(("another layout, style", ended(attended, shard, None, module), "was sharded by"))
+    # The placement of a DTensor is contiguous; the option must not say otherwise.
+    cp_options().enable_load_balance = False
+    part = api.Contiguous().layout(TOKENS, mesh.size()).shard(x, rank, 2)
+    placed = DTensor.from_local(part, mesh, (Shard(2),), shape=x.shape, stride=x.stride())
+    found.append(("DTensors", ended(lambda: style(placed, placed, placed, is_causal=True).full_tensor()), True))
+    cp_options().enable_load_balance = True
+    found.append(("DTensors, balanced", ended(lambda: style(placed, placed, placed)), "must be passed for DTensors"))
+    with api.context_parallel(mesh, load_balancer=own, seq_len=TOKENS):
+        (shard,) = api.context_parallel_shard(mesh, [x], [2])
+        found.append(("in a context", ended(attended, 1 * shard), True))
+    return found
+
+
+def without_differentiate():
+    """How checkpoints end if backward runs without the mode: (reentrant, how)."""
+    mesh, found = mesh_of_all(), {}
+    x, before = torch.randn(1, TOKENS, 16, dtype=torch.float64), Router._differentiate
+    torch.manual_seed(0)
+    model = Layer().double()
+    try:
+        for is_reentrant in (True, False):
+            gradients = []
+            for handler in (before, lambda _, func, args, kwargs: func(*args, **kwargs)):
+                Router._differentiate = handler
+                buffer = x.clone()
+                with api.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+                    leaf = buffer.clone().requires_grad_()
+                    loss = checkpoint(model, leaf, use_reentrant=is_reentrant).square().sum()
+                    error = refused(loss.backward)
+                    gradients.append(leaf.grad)
+            found[is_reentrant] = error if gradients[1] is None else float((gradients[0] - gradients[1]).abs().max())
+    finally:
+        Router._differentiate = before
     return found
 
 
@@ -531,7 +583,7 @@ def refusals():
         "rotation": refused(lambda: api.set_rotate_method("carrier pigeon")),
         "type": refused(lambda: api.ContextParallel(attention_type="linear")),
         "no attention": refused(lambda: parallelize_module(Local(), mesh, api.ContextParallel())(q, k, v)),
-        "unshard": refused(lambda: api.context_parallel_unshard(mesh, [q[:, :, dist.get_rank() * 9 :]], [2])),
+        "unshard": refused(lambda: unshard_balanced(mesh, q[:, :, dist.get_rank() * 9 :])),
         "placement": refused(
             lambda: parallelize_module(Sdpa(), mesh, api.ContextParallel())(
                 *[DTensor.from_local(t, mesh, (Shard(1),)) for t in (q, k, v)]
@@ -557,6 +609,11 @@ def refusals():
             by_math = sdpa(q, k, v)
         found["math"] = float((by_math - sdpa(q, k, v)).abs().max())
     return found
+
+
+def unshard_balanced(mesh, shard):
+    cp_options().enable_load_balance = True
+    api.context_parallel_unshard(mesh, [shard], [2])
 
 
 def quiet(function, *args):

@@ -271,8 +271,8 @@ class Layout:
         """
         self._check_size(x, dim, self.seq_len, "the whole sequence")
         check_fill(x, fill, "fill", LayoutError)
-        real = self.positions(rank)[: int(self.num_tokens[rank])]
-        part = _take(x, real, dim, self.num_padding(rank), fill)
+        slots, size = self.positions(rank), int(self.num_tokens[rank])
+        part = _take(x, slots[:size], dim, len(slots) - size, fill)
         if _is_torch(x) and not _is_compiling():
             remember(part, self, dim % part.ndim)  # a plan over another layout raises for it
         return part
@@ -304,7 +304,8 @@ class Layout:
         if not hasattr(x, "shape"):
             raise LayoutError(f"{name} must be an array or tensor, but got {type(x).__name__}. Convert it first.")
         shape = tuple(x.shape)
-        dim = check_int(dim, "dim", f"{self}", LayoutError, -LIMIT)
+        if type(dim) is not int:
+            dim = check_int(dim, "dim", f"{self}", LayoutError, -LIMIT)
         if not -len(shape) <= dim < len(shape) or shape[dim] != expected:
             raise LayoutError(
                 f"{name} must have {expected} slots in {self}, but got a tensor of shape {shape} with dim = {dim}. Pass"

@@ -37,7 +37,7 @@ def machine_of_group(group: Any, *, functions: bool) -> tuple[Machine, bool]:
         raise PlanError(
             f"`group` must be a process group or a mesh of one axis, but {describe_group(group)}.{init_hint()}"
         )
-    if not torch.accelerator.is_available():
+    if not torch.cuda.is_available() and not torch.accelerator.is_available():
         return CPU, True
     if not torch.cuda.is_available() or backends_of(str(dist.get_backend_config(group))).get("cuda") != "nccl":
         return assumed

@@ -7,8 +7,7 @@ Longspan's are `context_parallel`, `context_parallel_unshard`, `set_rotate_metho
 load balancers, `_templated_ring_attention` and `flex_cp_allgather` are PyTorch's own objects: the options are one state
 for both, and the order of tokens is that of the installed version of PyTorch.
 
-`longspan.torch_api` has the recommended names, without underscores. It refuses more: there, two layouts with as many
-tokens per rank are ambiguous. Here, `_cp_options.enable_load_balance` decides, as it does in PyTorch.
+`longspan.torch_api` has the recommended names, without underscores.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from longspan.errors import PlanError
 from longspan.masks import from_mask_mod
 from longspan.torch_api.api import (
     ContextParallel,
-    check_counts,
     context_parallel,
     context_parallel_shard,
+    context_parallel_unshard,
     set_rotate_method,
-    unshard,
 )
-from longspan.torch_api.balancers import Balancer, Contiguous, Inferred, balancer_of, default_balancer, row_order
+from longspan.torch_api.balancers import Contiguous, Cut, balancer_of, default_balancer
 from longspan.torch_api.routes import SEQ_DIM, Route, check_mesh, shard_block_mask
 
 _names = _torch.context_parallel_names()
@@ -82,38 +80,19 @@ def _context_parallel_shard(
     seq_dims: CPBufferSeqDims,
     load_balancer: Any = None,
 ) -> Any:
-    """Return this rank's shards, in a container like `buffers`; without a balancer, contiguous ones.
-
-    As in PyTorch, it sets `_cp_options.enable_load_balance`: whether the shards are balanced.
-    """
+    """Return this rank's shards, in a container like `buffers`; without a balancer, contiguous ones."""
     if isinstance(mesh.get_local_rank(), torch.SymInt):
         raise PlanError(
             "`mesh` must have one process per rank, but LocalTensorMode simulates its ranks in this one. Use"
             " longspan.testing.run_loopback to run all ranks in one process."
         )
-    shards = context_parallel_shard(mesh, buffers, seq_dims, Contiguous() if load_balancer is None else load_balancer)
-    _cp_options.enable_load_balance = load_balancer is not None
-    return shards
-
-
-@torch.no_grad()
-def context_parallel_unshard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: Any = None
-) -> list[Tensor]:
-    """Return whole tensors, in order, on every rank.
-
-    Without a balancer, the layout is found as in `longspan.torch_api.context_parallel_unshard`; if sequences with as
-    many tokens per rank were cut by several layouts, it is the one that `_cp_options.enable_load_balance` selects.
-    """
-    check_counts(buffers, seq_dims)
-    return unshard(check_mesh(mesh), buffers, seq_dims, load_balancer, Inferred(mesh, None, follow_options=True))
+    return context_parallel_shard(mesh, buffers, seq_dims, Contiguous() if load_balancer is None else load_balancer)
 
 
 class _ContextParallel(_names["_ContextParallel"]):
     """PyTorch's module wrapper for `parallelize_module`. As there, outputs that are DTensors become local tensors.
 
-    It is not told how inputs are sharded. The layout is the one that the inputs carry, or a sharded BlockMask, or the
-    recorded one (see `context_parallel_unshard`); if nothing is recorded, `_cp_options.enable_load_balance` selects it.
+    The layout is that of the context, or of a sharded BlockMask, or what `_cp_options.enable_load_balance` says.
     """
 
     def __init__(self, seq_dim: int, attention_type: Any) -> None:
@@ -124,7 +103,6 @@ class _ContextParallel(_names["_ContextParallel"]):
                 f" {seq_dim!r}."
             )
         self._style = ContextParallel(seq_dim, attention_type)
-        self._style.follow_options = True
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self._style._apply(module, mesh)
@@ -142,27 +120,28 @@ def _create_cp_block_mask(
     H: int,
     Q_LEN: int,
     KV_LEN: int,
-    device_mesh: DeviceMesh,
+    device_mesh: Any,
     load_balancer: Any = None,
+    _balancer_of_2_15: Any = None,
     *,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
     """Return the BlockMask of this rank's queries and all keys, in the order in which shards are gathered.
 
     `mask_mod` gets global positions. Without a balancer, `_cp_options.enable_load_balance` selects one, as in PyTorch.
-    Any length is accepted.
+    Any length is accepted. PyTorch 2.15 takes `BLOCK_SIZE` before `device_mesh`, 2.13 by name; both calls work.
     """
+    if isinstance(device_mesh, int | tuple):
+        BLOCK_SIZE, device_mesh, load_balancer = device_mesh, load_balancer, _balancer_of_2_15
     check_mesh(device_mesh)
     if Q_LEN != KV_LEN:
         raise PlanError(
             f"`Q_LEN` and `KV_LEN` must be equal, since both are shards of one sequence, but got {Q_LEN} and {KV_LEN}."
         )
     mask = from_mask_mod(mask_mod, Q_LEN, rows=None if B == 1 else B, heads=None if H == 1 else H)
-    balancer: Balancer = default_balancer() if load_balancer is None else balancer_of(load_balancer)
     size, rank = device_mesh.size(), device_mesh.get_local_rank()
-    order = row_order(balancer, Q_LEN, size)
-    layout, device = balancer.layout(Q_LEN, size), device_mesh.device_type
-    return shard_block_mask(mask, layout, order, rank, device, BLOCK_SIZE)
+    balancer = default_balancer(Q_LEN, size) if load_balancer is None else balancer_of(load_balancer)
+    return shard_block_mask(mask, Cut.by(balancer, Q_LEN, size), rank, device_mesh.device_type, BLOCK_SIZE)
 
 
 create_cp_block_mask = _create_cp_block_mask
@@ -181,9 +160,8 @@ class _Dispatcher(TorchFunctionMode):
         if self.is_on and func is torch.nn.functional.scaled_dot_product_attention:
             query = args[0] if args else kwargs.get("query")
             if isinstance(query, DTensor) and tuple(query.placements) == (Shard(SEQ_DIM),):
-                mesh = query.device_mesh
-                inferred = Inferred(mesh, default_balancer(), follow_options=True)
-                return Route(mesh, inferred).sdpa(*args, **kwargs)
+                mesh, length = query.device_mesh, query.shape[SEQ_DIM]
+                return Route(mesh, default_balancer(length, mesh.size()), None, None).sdpa(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -4,17 +4,14 @@
         loss(model(tokens), labels).backward()
 
 Calls of `torch.nn.functional.scaled_dot_product_attention` are routed, however they are reached, and so are calls of
-PyTorch's `flex_attention` and of this module's, compiled or not. `torch.nn.MultiheadAttention`, PyTorch's fused
-operators called by name and attention that is written out with a softmax are refused. Calls inside TorchScript, in
-other threads and of other packages' kernels are not seen: a context that computed something and routed no attention
-warns at exit.
+PyTorch's `flex_attention` and of this module's, compiled or not. Nothing else is: attention that is written out,
+kernels called by name, TorchScript and other threads see the tokens of this rank alone. A context that ran backward and
+routed no attention raises.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -28,30 +25,25 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._torch import cp_options, version
 from longspan.api import flex_attention as flex_of_shards
-from longspan.errors import LayoutError, NotSupportedError, PlanError
+from longspan.errors import NotSupportedError, PlanError
 from longspan.layouts import Layout
-from longspan.layouts.layout import other_tokens, remember
+from longspan.layouts.layout import remember
 from longspan.masks import Mask
 from longspan.run.flex import mask_of_block_mask
 from longspan.run.transports import observe as count_messages
-from longspan.spans import Ints, check_int
+from longspan.spans import check_int
 from longspan.torch_api.balancers import (
     Balanced,
     Balancer,
     Contiguous,
+    Cut,
     HeadTail,
-    Inferred,
     PerDocument,
     RoundRobin,
     balancer_of,
-    carried_layout,
+    check_no_padding,
     default_balancer,
-    digest_of,
-    known_length,
-    layout_of_shards,
-    layout_record,
-    rearrange,
-    row_order,
+    set_option,
     slots,
 )
 from longspan.torch_api.routes import (
@@ -67,6 +59,7 @@ from longspan.torch_api.routes import (
     routes,
     shard_block_mask,
 )
+from longspan.validate import check_sharding
 
 __all__ = [
     "Balanced",
@@ -85,10 +78,8 @@ __all__ = [
 ]
 
 UNSEEN = (
-    "buffers were sharded in a context of Longspan and results were computed in it, but no attention was routed. If"
-    " there was any, it attended to the tokens of this rank alone: calls inside TorchScript, in other threads and of"
-    " other packages' kernels are not seen. Call torch.nn.functional.scaled_dot_product_attention from Python, in this"
-    " thread."
+    "backward ran in a context of Longspan that routed no attention: attention, if any, saw the tokens of this rank"
+    " alone. Call torch.nn.functional.scaled_dot_product_attention from Python, in this thread."
 )
 _PYTORCH_TYPES = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex"}
 """The values of `_ContextParallel.AttentionType`."""
@@ -113,57 +104,46 @@ def context_parallel(
     positions; a call with `is_causal=True` combines it with causality. A nested context over the same mesh inherits
     balancer and mask.
 
-    Without buffers, the inputs of attention are shards already. Without a balancer, `context_parallel_unshard`
-    describes how their layout is inferred; if nothing was sharded over the ranks of the mesh before, it is the default.
+    Without buffers, the inputs of attention are shards already, made by `load_balancer`, or as PyTorch's option says.
     Passing both `load_balancer` and `seq_len` saves a small message.
 
     Call backward inside: after exit buffers are whole again, so autograd raises if it saved one of them, and
-    checkpoints cannot run forward again.
+    checkpoints would run attention of this rank alone.
     """
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     keep = {id(t) for t in no_restore_buffers or ()}
     length = _common_length(tensors, dims, seq_len)
     if not keep <= {id(t) for t in tensors}:
         raise PlanError("no_restore_buffers has tensors that are not among buffers. List the same tensor objects.")
-    default = default_balancer() if tensors else Inferred(check_mesh(mesh), default_balancer())
-    if tensors and length is not None and length < 2 * mesh.size():
-        default = Contiguous()  # as in PyTorch: there are no two chunks per rank
-    route = route_for(mesh, load_balancer, default, mask, length)
-    sharded = {number for outer in routes() if outer.mesh == mesh for number in outer.buffers}
-    for tensor in tensors:
-        if id(tensor) in sharded:
-            raise PlanError(
-                f"buffers must be whole tensors, but got one of shape {tuple(tensor.shape)} that a context around this"
-                f" one has sharded already. List it in one of the two."
-            )
-    buffers_and_dims = list(zip(tensors, dims, strict=True))
+    route = route_for(mesh, load_balancer, mask, length)
     with ExitStack() as stack:
         if tensors:
-            assert route.layout is not None
-            _record(mesh, route.layout, route.order)
-            # As in PyTorch, programs can read inside whether shards are balanced.
-            options, is_balanced = cp_options(), other_tokens(route.layout, Contiguous.of_lengths(slots(route.layout)))
-            stack.callback(setattr, options, "enable_load_balance", options.enable_load_balance)
-            options.enable_load_balance = is_balanced or route.order is not None
-            layout = route.layout
-            _check_no_padding(layout)
+            assert length is not None
+            if route.cut is None:
+                route.set_cut(Cut.by(default_balancer(length, mesh.size()), length, mesh.size()))
+            cut, options, rank = route.cut, cp_options(), mesh.get_local_rank()
+            check_no_padding(cut.layout)
+            # As in PyTorch, programs can read inside whether shards are balanced. If a balancer was passed, the option
+            # says so after the context, too: results are gathered there, often without naming it.
+            if load_balancer is None:
+                stack.callback(setattr, options, "enable_load_balance", options.enable_load_balance)
+            else:
+                stack.callback(set_option, cut)
+            options.enable_load_balance = not cut.is_contiguous
             # Tensors get other storage instead of being written to: inputs and labels are often views of one batch. So
             # restoring is exact and copies nothing.
             with torch.no_grad():
-                shards = [
-                    _shard_tensor(x, dim, layout, route.order, mesh.get_local_rank()) for x, dim in buffers_and_dims
-                ]
-            for (tensor, dim), shard in zip(buffers_and_dims, shards, strict=True):
+                shards = [cut.shard(x, dim, rank) for x, dim in zip(tensors, dims, strict=True)]
+            for tensor, dim, shard in zip(tensors, dims, shards, strict=True):
                 if id(tensor) not in keep:
-                    stack.callback(_set_storage, tensor, *_storage(tensor))
-                _set_storage(tensor, *_storage(shard))
-                if id(tensor) in keep and route.order is None:
-                    remember(tensor, layout, dim % tensor.ndim, version(tensor))
-        route.buffers = {id(t) for t in tensors}
+                    stack.callback(_set_storage, tensor, tensor.detach())
+                _set_storage(tensor, shard)
+                if id(tensor) in keep and cut.order is None:
+                    remember(tensor, cut.layout, dim % tensor.ndim, version(tensor))
         stack.enter_context(active(route))
         yield
-        if tensors and route.results and not (route.calls or route.planned) and mesh.size() > 1:
-            warnings.warn(UNSEEN, stacklevel=3)
+        if tensors and route.ran_backward and not route.calls and mesh.size() > 1:
+            raise PlanError(UNSEEN)
 
 
 def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) -> int | None:
@@ -193,41 +173,14 @@ def _length(tensor: Any, dim: Any) -> int:
     return tensor.shape[dim]
 
 
-def _check_no_padding(layout: Layout) -> None:
-    if layout.has_padding:
-        raise LayoutError(
-            f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
-            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
-        )
-
-
-def _record(mesh: DeviceMesh, layout: Layout, order: Ints | None) -> None:
-    record = layout_record(mesh)
-    record.add(layout) if order is None else record.add_row_order(slots(layout))
-
-
 def check_counts(buffers: Sequence[Any], dims: Sequence[int]) -> None:
     if len(buffers) != len(dims):
         raise PlanError(f"there are {len(buffers)} buffers, but {len(dims)} sequence dims. Pass one dim for each.")
 
 
-def _shard_tensor(tensor: Tensor, dim: int, layout: Layout, order: Ints | None, rank: int) -> Tensor:
-    """Return the rank's shard. A shard in an order for each batch row does not carry a layout, since it has none."""
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        _check_no_padding(layout)  # 0 is a label
-    if order is None:
-        return layout.shard(tensor, rank, dim)
-    start = sum(slots(layout)[:rank])
-    return rearrange(tensor, order, dim).narrow(dim, start, layout.num_slots(rank)).contiguous()
-
-
-def _storage(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-
-
 @torch.no_grad()
-def _set_storage(tensor: Tensor, *storage: Any) -> None:
-    tensor.set_(*storage)
+def _set_storage(tensor: Tensor, like: Tensor) -> None:
+    tensor.set_(like.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def context_parallel_shard(
@@ -239,43 +192,44 @@ def context_parallel_shard(
     """Return this rank's shards of whole tensors and BlockMasks: new objects, in a list, tuple or dict like `buffers`.
 
     Without a balancer, the layout is that of the active context over `mesh`, if its sequence has this length, or else
-    `Contiguous()`. The layout is recorded for the mesh: see `context_parallel_unshard`.
+    `Contiguous()`. As in PyTorch, `_cp_options.enable_load_balance` is set to whether the shards are balanced: what is
+    called without a balancer later follows it.
 
     The shard of a BlockMask has this rank's queries, and the keys of all ranks one after another. It is for
     `flex_attention` in a wrapped module or a context, with keys and values sharded like queries; PyTorch's
     `flex_attention` outside of both takes it with keys and values that were gathered.
     """
-    route = current(check_mesh(mesh))
+    check_mesh(mesh)
     if isinstance(buffers, Mapping):
         if not isinstance(seq_dims, Mapping) or set(seq_dims) != set(buffers):
             raise PlanError(
                 f"`seq_dims` must be a dict with the keys of `buffers`, {sorted(buffers)}, but got {seq_dims!r:.120}."
             )
-        names = list(buffers)
-        shards = context_parallel_shard(
-            mesh, [buffers[name] for name in names], [seq_dims[name] for name in names], load_balancer
-        )
-        return dict(zip(names, shards, strict=True))
+        dims = [seq_dims[name] for name in buffers]
+        return dict(zip(buffers, context_parallel_shard(mesh, [*buffers.values()], dims, load_balancer), strict=True))
     if isinstance(seq_dims, Mapping):
         raise PlanError(f"`seq_dims` must be a list of dims, one for each of `buffers`, but got {seq_dims!r:.120}.")
     check_counts(buffers, seq_dims)
     balancer = None if load_balancer is None else balancer_of(load_balancer)
-    known = None if route is None or isinstance(route.balancer, Inferred) else route
-    shards, rank = [], mesh.get_local_rank()
+    shards, rank, size = [], mesh.get_local_rank(), mesh.size()
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         length = block_mask_length(buffer) if isinstance(buffer, BlockMask) else _length(buffer, dim)
-        if balancer is None and known is not None and known.layout is not None and known.layout.seq_len == length:
-            layout, order = known.layout, known.order
-        else:
-            chosen = balancer or (known.balancer if known is not None and known.layout is None else Contiguous())
-            layout, order = chosen.layout(length, mesh.size()), row_order(chosen, length, mesh.size())
-        _record(mesh, layout, order)
+        cut = None if balancer is not None else _cut_of_contexts(mesh, lambda cut, n=length: cut.layout.seq_len == n)
+        if cut is None:
+            cut = Cut.by(balancer or Contiguous(), length, size)
+        set_option(cut)
         if isinstance(buffer, BlockMask):
             mask, device = mask_of_block_mask(buffer), buffer.kv_num_blocks.device
-            shards.append(shard_block_mask(mask, layout, order, rank, device, buffer.BLOCK_SIZE))
+            shards.append(shard_block_mask(mask, cut, rank, device, buffer.BLOCK_SIZE))
         else:
-            shards.append(_shard_tensor(buffer, dim, layout, order, rank))
+            shards.append(cut.shard(buffer, dim, rank))
     return tuple(shards) if isinstance(buffers, tuple) else shards
+
+
+def _cut_of_contexts(mesh: DeviceMesh, fits: Callable[[Cut], bool]) -> Cut | None:
+    """Return the cut of the innermost context over this mesh that has one that fits."""
+    cuts = (route.cut for route in reversed(routes()) if route.mesh == mesh)
+    return next((cut for cut in cuts if cut is not None and fits(cut)), None)
 
 
 @torch.no_grad()
@@ -287,48 +241,24 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Return whole tensors, in order and without padding, on every rank; not differentiable, as in PyTorch.
 
-    Without a balancer, the layout is the first of these that is known: the one that cut the buffer itself, if it came
-    straight from a shard; that of the active context over `mesh`; the one by which `context_parallel_shard`, a context
-    or attention cut sequences with as many tokens per rank over the ranks of `mesh` before. If there are two such
-    layouts, or none, the call raises `LayoutError`. A balancer that is passed must be the one that cut the buffer.
+    Without a balancer, the layout is that of the active context over `mesh`, if its shards are as long, or else that of
+    `_cp_options.enable_load_balance`: pass the balancer that was passed to the shard or the context. A tensor that came
+    straight from `context_parallel_shard` is compared: by another layout the call raises.
     """
     check_counts(buffers, seq_dims)
-    check_mesh(mesh)
-    return unshard(mesh, buffers, seq_dims, load_balancer, Inferred(mesh, None))
-
-
-def unshard(
-    mesh: DeviceMesh,
-    buffers: Sequence[Tensor],
-    seq_dims: Sequence[int],
-    load_balancer: Balancer | Layout | None,
-    inferred: Inferred,
-) -> list[Tensor]:
-    """Gather shards and put their tokens in order; `inferred` finds the layout of those that no other rule covers.
-
-    If ranks have different layouts, or one of them has none, all raise.
-    """
-    route = current(mesh)
-    if route is not None and any(id(t) not in route.buffers for t in buffers):
-        route.results = True
+    route = current(check_mesh(mesh))
+    balancer = None if load_balancer is None else balancer_of(load_balancer)
     whole = []
     for tensor, dim in zip(buffers, seq_dims, strict=True):
         lengths = gather_ints(mesh, _length(tensor, dim), tensor.device)
-        result: tuple[Layout, Ints | None] | Exception
-        try:
-            result = _layout_to_unshard(mesh, load_balancer, tensor, dim, lengths, inferred)
-            digest = digest_of(*result)
-        except Exception as error:  # the other ranks wait for the message below
-            result, digest = error, 0
-        digests = gather_ints(mesh, digest, tensor.device)
-        if isinstance(result, Exception):
-            raise result
-        layout, order = result
-        if len(set(digests)) > 1:
-            raise LayoutError(
-                f"all ranks must unshard by one layout, but rank {mesh.get_local_rank()} has {layout}, and others have"
-                f" another or none. Pass the same load_balancer on all ranks."
-            )
+        cut = None
+        if balancer is None:
+            cut = _cut_of_contexts(mesh, lambda cut, sizes=lengths: slots(cut.layout) == sizes)
+        if cut is None:
+            told = balancer or (None if route is None else route.balancer)
+            cut = Cut.of_shards(told, lengths, getattr(told, "seq_len", None))
+        if cut.order is None:
+            check_sharding(cut.layout, dim % tensor.ndim, buffer=tensor)
         # As bytes, because backends differ in the dtypes they support, and padded to equal lengths.
         shape = list(tensor.shape)
         shape[dim] = max(lengths)
@@ -337,46 +267,15 @@ def unshard(
         messages = [padded.new_empty(padded.numel() * padded.itemsize, dtype=torch.uint8) for _ in lengths]
         dist.all_gather(messages, padded.flatten().view(torch.uint8), group=mesh.get_group())
         parts = [part.view(tensor.dtype).view(shape) for part in messages]
-        ordered = layout.unshard([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
-        whole.append(ordered if order is None else rearrange(ordered, order, dim, restore=True))
+        whole.append(cut.unshard([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim))
     return whole
-
-
-def _layout_to_unshard(
-    mesh: DeviceMesh,
-    load_balancer: Balancer | Layout | None,
-    tensor: Tensor,
-    dim: int,
-    lengths: list[int],
-    inferred: Inferred,
-) -> tuple[Layout, Ints | None]:
-    route, known = current(mesh), carried_layout(tensor, dim, lengths)
-    if load_balancer is not None:
-        balancer = balancer_of(load_balancer)
-        layout = layout_of_shards(balancer, lengths, known_length(balancer, None))
-        order = row_order(balancer, layout.seq_len, len(lengths))
-        if known is not None and other_tokens(known, layout):
-            raise LayoutError(
-                f"`load_balancer` must be the one that cut the buffer, which was {known}, but got {layout}. Leave it"
-                f" out: the buffer carries its layout."
-            )
-        return layout, order
-    if known is not None:
-        return known, None
-    if route is not None and route.layout is None:
-        layout = route.layout_of_shard(tensor, dim, lengths)
-        return layout_of_shards(balancer_of(layout), lengths, layout.seq_len), None
-    if route is not None and route.layout is not None and slots(route.layout) == lengths:
-        return route.layout, route.order
-    return inferred.of_shard(tensor, dim, lengths), None
 
 
 def set_rotate_method(rotate_method: str) -> AbstractContextManager[object]:
     """Choose how keys and values travel from here on: "allgather" at once, "alltoall" around a ring.
 
     Until it is called, the plan chooses ("auto"). `with set_rotate_method("alltoall"):` ends the choice at exit. As in
-    PyTorch, the choice is `_cp_options.rotate_method`, and holds for all threads; made in another thread than the main
-    one, it holds in that thread.
+    PyTorch, the choice is `_cp_options.rotate_method`, and holds for all threads.
 
     >>> with set_rotate_method("alltoall"):
     ...     pass
@@ -426,14 +325,11 @@ class ContextParallel(ParallelStyle):
     """For `parallelize_module`: run attention in the module's forward over the whole sequence.
 
     Inputs are shards along `seq_dim` already (see `context_parallel_shard`), plain or DTensors. Without a balancer
-    their layout is inferred in each forward, as in `context_parallel_unshard`; if nothing was sharded over the ranks of
-    the mesh before, it is `Contiguous()`. A balancer together with a length (`seq_len`, or a mask or balancer for one)
-    saves a small message per forward. `attention_type` is the attention that the module must call: "sdpa", or "flex"
-    for `flex_attention`; forward raises if it does not, since attention would have been local.
+    their layout is that of the context, that of a sharded BlockMask, or what `_cp_options.enable_load_balance` says, as
+    in PyTorch. A balancer together with a length (`seq_len`, or a mask or balancer for one) saves a small message per
+    forward. `attention_type` is the attention that the module must call: "sdpa", or "flex" for `flex_attention`;
+    forward raises if it does not, since attention would have been local.
     """
-
-    follow_options = False
-    """Whether PyTorch's `_cp_options.enable_load_balance` decides where the layout is ambiguous."""
 
     def __init__(
         self,
@@ -461,43 +357,41 @@ class ContextParallel(ParallelStyle):
 
 
 class _Hooks:
-    """Hooks that run a module's forward inside a route. Each thread has a stack, for modules that call themselves."""
+    """Hooks that run a module's forward inside a route. They have a stack, for modules that call themselves."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
-        self.style, self.mesh, self.open = style, mesh, threading.local()
-        self.default = Inferred(check_mesh(mesh), Contiguous(), style.follow_options)
-        balancer = self.default if style.load_balancer is None else style.load_balancer
-        route = Route(mesh, balancer, style.mask, style.seq_len)
-        self.layout = route.layout  # built once, if balancer and length are known
+        self.style, self.mesh = style, mesh
+        self.open: list[tuple[Route | None, ExitStack]] = []
+        self.cut = Route(mesh, style.load_balancer, style.mask, style.seq_len).cut
+        """Built once, if balancer and length are known."""
 
     def __deepcopy__(self, memo: Any) -> _Hooks:
         return _Hooks(self.style, self.mesh)  # copies of a module run on the same ranks
 
+    @torch.compiler.disable(reason="routes are entered outside compiled graphs")
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not hasattr(self.open, "stack"):
-            self.open.stack = []
-        scope = ExitStack()
-        self.open.stack.append((None, scope))  # `leave` also runs after an error below
-        style = self.style
+        style, scope = self.style, ExitStack()
+        self.open.append((None, scope))  # `leave` also runs after an error below
         for value in (*args, *kwargs.values()):
             if isinstance(value, DTensor) and tuple(value.placements) != (Shard(style.seq_dim),):
                 raise PlanError(
                     f"an input of {type(module).__name__} is placed {tuple(value.placements)}, but ContextParallel"
                     f" takes DTensors placed (Shard({style.seq_dim}),). Redistribute it, or pass its local part."
                 )
-        route = route_for(self.mesh, style.load_balancer, self.default, style.mask, style.seq_len, self.layout)
+        route = route_for(self.mesh, style.load_balancer, style.mask, style.seq_len, self.cut)
         scope.enter_context(active(route))
-        self.open.stack[-1] = route, scope
+        self.open[-1] = route, scope
 
+    @torch.compiler.disable(reason="calls are counted outside compiled graphs")
     def check(self, module: nn.Module, *_: Any) -> None:
-        route, _ = self.open.stack[-1]
-        if not route.calls[self.style.attention_type]:
-            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}
+        route, kind = self.open[-1][0], self.style.attention_type
+        if route is not None and not route.calls[kind]:
+            name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}[kind]
             raise PlanError(
-                f"{type(module).__name__} has ContextParallel(attention_type={self.style.attention_type!r}), but its"
-                f" forward never called {name[self.style.attention_type]}, so its attention, if any, saw the tokens of"
-                f" this rank alone. Apply it to the module that calls attention, or pass the other type."
+                f"{type(module).__name__} has ContextParallel(attention_type={kind!r}), but its forward never called"
+                f" {name}: its attention, if any, was local. Apply it to the module that calls attention."
             )
 
+    @torch.compiler.disable(reason="routes are left outside compiled graphs")
     def leave(self, *_: Any) -> None:
-        self.open.stack.pop()[1].close()
+        self.open.pop()[1].close()

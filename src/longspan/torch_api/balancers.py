@@ -1,25 +1,21 @@
-"""Load balancers of PyTorch's context parallelism as layouts, and the layout of shards without a balancer argument."""
+"""Load balancers of PyTorch's context parallelism as layouts, and how a sequence is cut over ranks."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from longspan._torch import cp_options, version
+from longspan._torch import cp_options
 from longspan.errors import LayoutError, NotSupportedError
 from longspan.layouts import Layout, balanced, per_document, round_robin_by_work, zigzag
-from longspan.layouts.layout import carried_layout_of, other_tokens
+from longspan.layouts.layout import other_tokens
 from longspan.masks import Mask
 from longspan.spans import Ints
 
@@ -60,7 +56,10 @@ class HeadTail:
     """
 
     def layout(self, seq_len: int, world_size: int) -> Layout:
-        return zigzag(seq_len, world_size)
+        return _head_tail(seq_len, world_size)
+
+
+_head_tail = lru_cache(zigzag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +233,88 @@ def balancer_of(load_balancer: Any) -> Balancer:
     )
 
 
-def row_order(balancer: Balancer, seq_len: int, world_size: int) -> Ints | None:
-    """Return which token of each batch row is at which place, rank after rank; None if all rows have one layout."""
-    order: Callable[[int, int], Ints | None] | None = getattr(balancer, "row_order", None)
-    return None if order is None else order(seq_len, world_size)
+def known_length(balancer: Balancer | None, mask: Mask | None, seq_len: int | None = None) -> int | None:
+    """Return the length of the whole sequence if it is known; raise if argument, balancer and mask differ."""
+    lengths = {
+        "seq_len": seq_len,
+        "load_balancer": getattr(balancer, "seq_len", None),
+        "mask": None if mask is None else mask.seq_len,
+    }
+    known = {name: length for name, length in lengths.items() if length is not None}
+    if len(set(known.values())) > 1:
+        claims = ", ".join(f"{name} has {length}" for name, length in known.items())
+        raise LayoutError(f"the sequence must have one length, but {claims} tokens. Make them for the same sequence.")
+    return next(iter(known.values()), None)
+
+
+def slots(layout: Layout) -> list[int]:
+    """Return the shard length of every rank."""
+    return [layout.num_slots(rank) for rank in range(layout.world_size)]
+
+
+# -- Cuts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cut:
+    """Which rank has which tokens: a layout, and the order of tokens in each batch row if rows differ."""
+
+    layout: Layout
+    order: Ints | None = None
+    """Which token of each batch row is at which place, rank after rank; the layout is then that of the places."""
+
+    @classmethod
+    def by(cls, balancer: Balancer, seq_len: int, world_size: int) -> Cut:
+        order: Callable[[int, int], Ints | None] | None = getattr(balancer, "row_order", None)
+        return cls(balancer.layout(seq_len, world_size), None if order is None else order(seq_len, world_size))
+
+    @classmethod
+    def of_shards(cls, balancer: Balancer | None, lengths: list[int], seq_len: int | None = None) -> Cut:
+        """Return how the balancer cut shards of these lengths, or, without one, the balancer that PyTorch's options
+        name; raise if it does not give such lengths."""
+        balancer = balancer_in_use(sum(lengths), len(lengths)) if balancer is None else balancer
+        length = sum(lengths) if seq_len is None else seq_len
+        if isinstance(balancer, Contiguous) and length == sum(lengths):
+            return cls(balancer.of_lengths(lengths))
+        cut = cls.by(balancer, length, len(lengths))
+        if slots(cut.layout) != lengths:
+            raise LayoutError(
+                f"the ranks hold {lengths} tokens, but {cut.layout} gives them {slots(cut.layout)}. Pass the"
+                f" load_balancer= and seq_len= by which they were sharded."
+            )
+        return cut
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.order is None and bool((np.diff(self.layout.table[:, 0]) >= 0).all())
+
+    def differs(self, other: Cut) -> bool:
+        """Return whether a rank has other tokens by the other cut."""
+        sizes, others = ((cut.layout.seq_len, cut.layout.world_size) for cut in (self, other))
+        is_same = np.array_equal(self.order, other.order) if self.order is not None and other.order is not None else (
+            self.order is other.order
+        )  # fmt: skip
+        return sizes != others or other_tokens(self.layout, other.layout) or not is_same
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):  # 0 is a label
+            check_no_padding(self.layout)
+        if self.order is None:
+            return self.layout.shard(x, rank, dim)
+        start = sum(slots(self.layout)[:rank])
+        return rearrange(x, self.order, dim).narrow(dim, start, self.layout.num_slots(rank)).contiguous()
+
+    def unshard(self, shards: list[Tensor], dim: int) -> Tensor:
+        whole = self.layout.unshard(shards, dim)
+        return whole if self.order is None else rearrange(whole, self.order, dim, restore=True)
+
+
+def check_no_padding(layout: Layout) -> None:
+    if layout.has_padding:
+        raise LayoutError(
+            f"{layout} has padding, and the fill value for labels or masks is not known here. Use a layout without"
+            f" equal_tokens (shards need not be equally long), or shard by layout.shard(x, rank, dim, fill=...)."
+        )
 
 
 def rearrange(x: Tensor, order: Ints, dim: int, *, restore: bool = False) -> Tensor:
@@ -258,202 +335,34 @@ def rearrange(x: Tensor, order: Ints, dim: int, *, restore: bool = False) -> Ten
     return torch.gather(x, dim, index.expand(x.shape))
 
 
-def known_length(balancer: Balancer, mask: Mask | None, seq_len: int | None = None) -> int | None:
-    """Return the length of the whole sequence if it is known; raise if argument, balancer and mask differ."""
-    lengths = {
-        "seq_len": seq_len,
-        "load_balancer": getattr(balancer, "seq_len", None),
-        "mask": None if mask is None else mask.seq_len,
-    }
-    known = {name: length for name, length in lengths.items() if length is not None}
-    if len(set(known.values())) > 1:
-        claims = ", ".join(f"{name} has {length}" for name, length in known.items())
-        raise LayoutError(f"the sequence must have one length, but {claims} tokens. Make them for the same sequence.")
-    return next(iter(known.values()), None)
+# -- PyTorch's option --------------------------------------------------------------------------------------------------
+# PyTorch has one switch for the process, `_cp_options.enable_load_balance`: the latest shard sets it, and what is
+# called without a balancer follows it. True is head-tail.
 
 
-def slots(layout: Layout) -> list[int]:
-    """Return the shard length of every rank."""
-    return [layout.num_slots(rank) for rank in range(layout.world_size)]
+def default_balancer(seq_len: int, world_size: int) -> Balancer:
+    """Return the balancer of a sequence that is to be cut. As in PyTorch, one with less than two tokens per rank is not
+    balanced."""
+    return HeadTail() if cp_options().enable_load_balance and seq_len >= 2 * world_size else Contiguous()
 
 
-def layout_of_shards(balancer: Balancer, lengths: list[int], seq_len: int | None) -> Layout:
-    """Return the layout of shards of these lengths; raise if the balancer does not give such lengths."""
-    if isinstance(balancer, Contiguous):
-        layout = balancer.of_lengths(lengths)
-        if seq_len not in (None, layout.seq_len):
-            raise LayoutError(
-                f"the sequence must have {layout.seq_len} tokens, since ranks hold {lengths} of them, but got"
-                f" {seq_len}. Shard inputs as the context shards its buffers, or pass load_balancer= and seq_len= of"
-                f" these shards."
-            )
-        return layout
-    layout = balancer.layout(sum(lengths) if seq_len is None else seq_len, len(lengths))
-    if slots(layout) != lengths:
+def set_option(cut: Cut) -> None:
+    """Set the option to whether tokens were rearranged; to the cut itself, which is true, if it is neither contiguous
+    nor head-tail, so that it is not taken for head-tail later."""
+    layout, option = cut.layout, cp_options()
+    if cut.is_contiguous and not layout.has_padding:
+        option.enable_load_balance = False
+    else:
+        head_tail = Cut(HeadTail().layout(layout.seq_len, layout.world_size))
+        option.enable_load_balance = cut if layout.has_padding or cut.differs(head_tail) else True
+
+
+def balancer_in_use(seq_len: int, world_size: int) -> Balancer:
+    """Return the balancer of shards that were made without one, or of which the caller does not know it."""
+    latest = cp_options().enable_load_balance
+    if isinstance(latest, Cut):
         raise LayoutError(
-            f"the ranks hold {lengths} tokens, but {layout} gives them {slots(layout)}. Shard with the same"
-            f" load_balancer, or pass load_balancer=Contiguous() if the shards are stretches of the sequence."
+            f"`load_balancer` must be passed, since the latest shards were made by {latest.layout}, which"
+            f" _cp_options.enable_load_balance cannot name. Pass the balancer that made these."
         )
-    return layout
-
-
-# -- The layout of shards whose balancer was not passed ----------------------------------------------------------------
-# PyTorch keeps one switch per process (`_cp_options.enable_load_balance`), which the latest shard sets. Here every
-# layout that sharded a sequence is recorded for the ranks of its mesh, and the layout of a tensor is looked up by the
-# number of tokens on each rank. Tensors that are computed from shards do not carry their layout, and an earlier shard
-# may still be in use, so the latest layout is not assumed: if two layouts fit, the call is refused.
-
-
-_MAX_LAYOUTS = 1024
-_DEFAULTS = (Contiguous(), HeadTail())
-
-
-def default_balancer() -> Balancer:
-    """Return the balancer that PyTorch's `_cp_options.enable_load_balance` selects."""
-    return HeadTail() if cp_options().enable_load_balance else Contiguous()
-
-
-class LayoutRecord:
-    """The layouts that cut sequences over one list of ranks; equal on all ranks, which make the same calls.
-
-    Old layouts are dropped, since every batch may have its own. Digests are kept, one for each list of lengths.
-    """
-
-    def __init__(self) -> None:
-        self.digests: dict[tuple[int, ...], int | None] = {}
-        """By tokens per rank; None where two layouts have as many."""
-        self.by_lengths: dict[tuple[int, ...], set[int]] = {}
-        """The digests of all layouts with as many tokens per rank."""
-        self.row_ordered: set[tuple[int, ...]] = set()
-        """Tokens per rank of which the latest shards were in an order for each batch row."""
-        self.layouts: dict[int, Layout] = {}
-        self.latest: Layout | None = None
-        self.fitting_defaults = set(_DEFAULTS)
-        """Balancers that would have cut every recorded sequence as it was cut."""
-
-    def add(self, layout: Layout) -> None:
-        if layout is self.latest:
-            return
-        if self.row_ordered:
-            self.row_ordered.discard(tuple(slots(layout)))
-        digest, self.latest = digest_of(layout), layout
-        if digest in self.layouts:
-            return
-        lengths = tuple(slots(layout))
-        self.by_lengths.setdefault(lengths, set()).add(digest)
-        is_known = self.digests.get(lengths, digest) == digest
-        self.digests[lengths] = digest if is_known else None
-        self.layouts[digest] = layout
-        if len(self.layouts) > _MAX_LAYOUTS:
-            del self.layouts[next(iter(self.layouts))]
-        self.fitting_defaults = {balancer for balancer in self.fitting_defaults if _would_cut(balancer, layout)}
-
-    def add_row_order(self, lengths: list[int]) -> None:
-        """Record that a sequence was cut by a balancer with an order for each batch row, which is no layout."""
-        self.digests[tuple(lengths)] = None
-        self.row_ordered.add(tuple(lengths))
-        self.latest, self.fitting_defaults = None, set()
-
-    def find(self, lengths: list[int], preferred: Balancer | None = None) -> Layout | None:
-        """Return the one layout with these tokens per rank, or None if no sequence was cut so. If there are several,
-        return that of `preferred`, if it is one of them."""
-        if tuple(lengths) not in self.digests:
-            return None
-        digest = self.digests[tuple(lengths)]
-        if digest is None and preferred is not None and tuple(lengths) not in self.row_ordered:
-            layout = preferred.layout(sum(lengths), len(lengths))
-            if digest_of(layout) in self.by_lengths.get(tuple(lengths), ()):
-                return layout
-        if digest is None:
-            raise LayoutError(
-                f"`load_balancer` must be passed: on this mesh, sequences of {lengths} tokens per rank were cut by two"
-                f" different layouts, and tensors that were computed from shards do not carry theirs. Pass the balancer"
-                f" that cut these tensors, or compute inside context_parallel(mesh, load_balancer=...)."
-            )
-        if digest not in self.layouts:
-            raise LayoutError(
-                f"`load_balancer` must be passed: more than {_MAX_LAYOUTS} layouts were used on this mesh since a"
-                f" sequence of {lengths} tokens per rank was cut. Pass the balancer that cut these tensors."
-            )
-        return self.layouts[digest]
-
-
-def digest_of(layout: Layout, order: Ints | None = None) -> int:
-    """Return a positive number that depends on what every slot holds and not on names, to compare over ranks."""
-    head = f"{layout.seq_len} {slots(layout)} ".encode()
-    content = head + layout.table.tobytes() + (b"" if order is None else order.tobytes())
-    return 1 + int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
-
-
-def _would_cut(balancer: Balancer, layout: Layout) -> bool:
-    """Whether the balancer puts every token where the layout has it."""
-    try:
-        return not other_tokens(layout_of_shards(balancer, slots(layout), layout.seq_len), layout)
-    except LayoutError:
-        return False
-
-
-_records: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], LayoutRecord]] = WeakKeyDictionary()
-"""By the job's group, which ends with `destroy_process_group`, and by the ranks of a mesh: two meshes, or two slices of
-one, may have groups of their own for the same ranks."""
-
-
-def layout_record(mesh: DeviceMesh) -> LayoutRecord:
-    group = mesh.get_group()
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return _records.setdefault(dist.group.WORLD or group, {}).setdefault(ranks, LayoutRecord())
-
-
-class Inferred:
-    """Stands in for a balancer that was not passed.
-
-    The layout is the one that the tensor carries, if it came straight from a shard; else the one recorded on the mesh
-    for shards of these lengths; else that of `default`, unless a sequence of another length was cut on the mesh as
-    `default` would not have cut it. With `follow_options`, `_cp_options.enable_load_balance` of PyTorch decides between
-    two recorded layouts, and it is the default.
-    """
-
-    def __init__(self, mesh: DeviceMesh, default: Balancer | None, follow_options: bool = False) -> None:
-        self.mesh, self._default, self.follow_options = mesh, default, follow_options
-
-    @property
-    def default(self) -> Balancer | None:
-        return default_balancer() if self.follow_options and self._default is not None else self._default
-
-    def layout(self, seq_len: int, world_size: int) -> Layout:
-        """Return the layout of the default (or of `Contiguous()`), for callers that only need shard lengths."""
-        return (self.default or Contiguous()).layout(seq_len, world_size)
-
-    def of_shard(self, tensor: Tensor, dim: int, lengths: list[int], seq_len: int | None = None) -> Layout:
-        """Return the layout of a shard along `dim`, where ranks have these numbers of tokens."""
-        record = layout_record(self.mesh)
-        preferred = default_balancer() if self.follow_options else None
-        layout = carried_layout(tensor, dim, lengths) or record.find(lengths, preferred)
-        if layout is not None:
-            if seq_len not in (None, layout.seq_len):
-                raise LayoutError(
-                    f"`seq_len` must be {layout.seq_len}, since {layout} has these {lengths} tokens per rank, but got"
-                    f" {seq_len}. Pass that length, or the balancer that cut these tensors."
-                )
-            return layout
-        default = Contiguous() if len(lengths) == 1 else self.default  # one rank has all tokens in order
-        if default is not None and isinstance(tensor, DTensor) and not self.follow_options:
-            default = Contiguous()  # that is what its placement says
-        if default is not None and (self.follow_options or default in record.fitting_defaults):
-            if seq_len not in (None, sum(lengths)):
-                return default.layout(seq_len, len(lengths))  # callers check that it fits
-            return layout_of_shards(default, lengths, seq_len)
-        others = "" if default is None else f" Others were not cut by {default}, which is the default here."
-        raise LayoutError(
-            f"`load_balancer` must be passed: no sequence of {lengths} tokens per rank was cut on this mesh by this"
-            f" process.{others} Pass the balancer that cut these tensors; Contiguous() if they are stretches of the"
-            f" sequence."
-        )
-
-
-def carried_layout(tensor: Tensor, dim: int, lengths: list[int]) -> Layout | None:
-    """Return the layout that cut a tensor along `dim`, if it came straight from a shard and was not written to."""
-    known = carried_layout_of(tensor)
-    if known is None or known.dim != dim % tensor.ndim or known.version != version(tensor):
-        return None
-    return known.layout if slots(known.layout) == lengths else None
+    return default_balancer(seq_len, world_size)

@@ -7,16 +7,13 @@ do not see: while a route is active in any thread, its code is replaced, and che
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,25 +32,13 @@ from longspan.api import flex_attention as flex_of_shards
 from longspan.api import plan as build_plan
 from longspan.errors import KernelError, LayoutError, PlanError
 from longspan.kernels import Features, choose_kernel
-from longspan.layouts import Layout
-from longspan.layouts.layout import other_tokens
 from longspan.masks import Mask, causal, from_mask_mod, full
 from longspan.masks.mask import MaskKey
 from longspan.planning.plan import Plan
 from longspan.run import ops
 from longspan.run.flex import block_mask, check_lengths, mask_of_block_mask, match_memory_order
 from longspan.spans import Ints
-from longspan.torch_api.balancers import (
-    Balancer,
-    Inferred,
-    balancer_of,
-    carried_layout,
-    known_length,
-    layout_of_shards,
-    layout_record,
-    row_order,
-    slots,
-)
+from longspan.torch_api.balancers import Balancer, Contiguous, Cut, balancer_in_use, balancer_of, known_length
 from longspan.validate import as_autocast
 
 # -- BlockMasks of one rank, as PyTorch's context parallelism shards them ----------------------------------------------
@@ -71,17 +56,11 @@ def block_mask_length(whole: BlockMask) -> int:
 
 
 def shard_block_mask(
-    mask: Mask,
-    layout: Layout,
-    order: Ints | None,
-    rank: int,
-    device: torch.device | str,
-    block_size: int | tuple[int, int],
+    mask: Mask, cut: Cut, rank: int, device: torch.device | str, block_size: int | tuple[int, int]
 ) -> BlockMask:
     """Return the BlockMask of this rank's queries and of all ranks' keys, in the order in which shards are gathered.
 
-    `longspan_shard` of the result holds what attention over ranks needs: the mask in global positions, the layout, and
-    the order of each batch row, if rows differ.
+    `longspan_shard` of the result holds what attention over ranks needs: the mask in global positions, and the cut.
     """
     if not isinstance(block_size, int):
         if len(set(block_size)) != 1:
@@ -90,9 +69,9 @@ def shard_block_mask(
                 f" Create it with BLOCK_SIZE={max(block_size)}."
             )
         block_size = block_size[0]
-    places = mask if order is None else rearrange_mask(mask, order)
-    local = block_mask(places, layout, rank, kv="gathered", block_size=block_size, device=device)
-    local.longspan_shard = mask, layout, order  # type: ignore[attr-defined]
+    places = mask if cut.order is None else rearrange_mask(mask, cut.order)
+    local = block_mask(places, cut.layout, rank, kv="gathered", block_size=block_size, device=device)
+    local.longspan_shard = mask, cut  # type: ignore[attr-defined]
     return local
 
 
@@ -127,36 +106,28 @@ ROTATIONS = {"allgather": ("ALL_GATHER", "all_gather"), "alltoall": ("ALL_TO_ALL
 
 
 class Rotation:
-    """How keys and values travel. A choice of the main thread is kept in PyTorch's `_cp_options` and holds for all
-    threads that did not choose; one of another thread holds in that thread, so that it cannot come between two calls of
-    the main thread on one rank and after them on another."""
+    """How keys and values travel. The choice is kept in PyTorch's `_cp_options`, too, and holds for all threads."""
 
     def __init__(self) -> None:
         self.scheme: str | None = None
-        self.of_thread = threading.local()
 
     def choose(self, method: str) -> Callable[[], None]:
         """Set the method, and return a function that restores the one before."""
         options, (name, scheme) = cp_options(), ROTATIONS[method]
-        if threading.current_thread() is not threading.main_thread():
-            restore = partial(setattr, self.of_thread, "scheme", getattr(self.of_thread, "scheme", None))
-            self.of_thread.scheme = scheme
-            return restore
         before = self.scheme, options.rotate_method
         self.scheme, options.rotate_method = scheme, getattr(type(options.rotate_method), name)
 
-        def restore_all() -> None:
+        def restore() -> None:
             self.scheme, options.rotate_method = before
 
-        return restore_all
+        return restore
 
     def get(self) -> str:
         """Return the scheme. PyTorch's default, all-gather, counts as a choice only if `set_rotate_method` made it."""
-        if of_thread := getattr(self.of_thread, "scheme", None):
-            return of_thread
-        name = cp_options().rotate_method.name
-        chosen = next(scheme for method, scheme in ROTATIONS.values() if method == name)
-        return chosen if self.scheme == chosen or chosen == "ring" else "auto"
+        name, scheme = cp_options().rotate_method.name, self.scheme or "auto"
+        if name == "ALL_TO_ALL":
+            return "ring"
+        return "auto" if scheme == "ring" else scheme
 
 
 rotation = Rotation()
@@ -168,61 +139,41 @@ class Route:
     def __init__(
         self,
         mesh: DeviceMesh,
-        balancer: Balancer,
-        mask: Mask | None = None,
-        seq_len: int | None = None,
-        layout: Layout | None = None,
+        balancer: Balancer | None,
+        mask: Mask | None,
+        seq_len: int | None,
+        cut: Cut | None = None,
     ) -> None:
-        self.mesh, self.balancer, self.mask = check_mesh(mesh), balancer, check_mask(mask)
-        self.seq_len = known_length(balancer, mask, seq_len)
-        self.layout = layout
-        if layout is None and self.seq_len is not None and not isinstance(balancer, Inferred):
-            self.layout = balancer.layout(self.seq_len, mesh.size())
-        self.order = None if self.layout is None else row_order(balancer, self.layout.seq_len, mesh.size())
-        """The order of tokens in each batch row, if rows differ; see `balancers.row_order`."""
-        self._rearranged: dict[MaskKey, Mask] = {}
-        self._rearranged_scores: dict[int, Any] = {}
-        self.scheme = rotation.get()
+        self.mesh, self.balancer, self.mask, self.cut = check_mesh(mesh), balancer, check_mask(mask), cut
+        """The cut is None until it is known: at the first call at the latest."""
+        self.seq_len = known_length(balancer, mask, seq_len if cut is None else cut.layout.seq_len)
+        if cut is None and balancer is not None and self.seq_len is not None:
+            self.cut = Cut.by(balancer, self.seq_len, mesh.size())
         self.calls: Counter[str] = Counter()
-        self.buffers: set[int] = set()
-        """Tensors that the context sharded."""
-        self.results = False
-        """Whether anything but a buffer was differentiated or gathered inside."""
-        self.planned = False
-        """Whether attention was called with a plan, which needs no route."""
+        """Attention that was computed inside, by its kind."""
+        self.ran_backward = False
+        self._rearranged: dict[Any, Any] = {}
+        """Masks and score functions over the places of a cut with an order for each batch row."""
 
-    @property
-    def local_len(self) -> int:
-        """The number of tokens of this rank; 0 if it is unknown or there is one rank."""
-        layout = self.layout
-        if layout is None and self.seq_len is not None:
-            layout = self.balancer.layout(self.seq_len, self.mesh.size())
-        if layout is None or layout.world_size == 1:
-            return 0
-        return layout.num_slots(self.mesh.get_local_rank())
+    def set_cut(self, cut: Cut) -> None:
+        self.cut, self.seq_len = cut, cut.layout.seq_len
 
-    def layout_of(self, query: Tensor) -> Layout:
-        """Return the layout. If length or balancer are unknown, the first call gathers lengths from all ranks."""
-        local_len = _local(query).shape[SEQ_DIM]
-        if self.layout is None:
+    def cut_of(self, query: Tensor) -> Cut:
+        """Return the cut. If length or balancer are unknown, the first call gathers lengths from all ranks."""
+        local_len, rank = _local(query).shape[SEQ_DIM], self.mesh.get_local_rank()
+        if self.cut is None:
             lengths = gather_ints(self.mesh, local_len, query.device)
-            self.layout = self.layout_of_shard(query, SEQ_DIM, lengths)
-        expected = self.layout.num_slots(self.mesh.get_local_rank())
+            if self.balancer is None and isinstance(query, DTensor):
+                _check_placement(sum(lengths), len(lengths))
+            self.set_cut(Cut.of_shards(self.balancer, lengths, self.seq_len))
+        expected = self.cut.layout.num_slots(rank)
         if local_len != expected:
             raise LayoutError(
-                f"query must have {expected} tokens on rank {self.mesh.get_local_rank()} of {self.layout}, but got"
-                f" {local_len}. Shard inputs as the context shards its buffers, or pass the load_balancer= and"
-                f" seq_len= by which they were sharded."
+                f"query must have {expected} tokens on rank {rank} of {self.cut.layout}, but got {local_len}. Shard"
+                f" inputs as the context shards its buffers, or pass the load_balancer= and seq_len= by which they were"
+                f" sharded."
             )
-        if self.order is None:
-            layout_record(self.mesh).add(self.layout)
-        return self.layout
-
-    def layout_of_shard(self, tensor: Tensor, dim: int, lengths: list[int]) -> Layout:
-        """Return the layout of a tensor with these lengths over the ranks, as far as this route knows it."""
-        if isinstance(self.balancer, Inferred):
-            return self.balancer.of_shard(tensor, dim, lengths, self.seq_len)
-        return layout_of_shards(self.balancer, lengths, self.seq_len)
+        return self.cut
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
         """Build the plan for shards of these shapes, under `mask` and the mask of the route."""
@@ -238,18 +189,19 @@ class Route:
                 f"there are {q.shape[2]} queries and {k.shape[2]} keys on this rank, but over ranks both are shards of"
                 f" one sequence. Call cross attention outside the context."
             )
-        layout = self.layout_of(q)
-        both = [m for m in (self.mask, mask) if m is not None]
-        combined = full() if not both else both[0] if len(both) == 1 else both[0] & both[1]
-        if self.order is not None:
-            key = MaskKey(combined)
+        cut = self.cut_of(q)
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & mask
+        mask = full() if mask is None else mask
+        if cut.order is not None:
+            key = MaskKey(mask)
             if key not in self._rearranged:
-                self._rearranged[key] = rearrange_mask(combined, self.order)
-            combined = self._rearranged[key]
+                self._rearranged[key] = rearrange_mask(mask, cut.order)
+            mask = self._rearranged[key]
+        assert mask is not None
         return build_plan(
-            combined, layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
-            batch=q.shape[0], dtype=q.dtype, scheme=self.scheme if rotation.get() == "auto" else rotation.get(),
-            group=self.mesh,
+            mask, cut.layout, q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], v_head_dim=v.shape[3],
+            batch=q.shape[0], dtype=q.dtype, scheme=rotation.get(), group=self.mesh,
         )  # fmt: skip
 
     def count(self, kind: str) -> None:
@@ -283,12 +235,12 @@ class Route:
                 f" and no other number of ranks could repeat it. Call longspan.attention(..., dropout={dropout_p},"
                 f" seed=...), which drops by global positions, or pass 0.0."
             )
-        query, key, value = (as_autocast(t) for t in (query, key, value))
+        query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
         check_heads(query, key, enable_gqa)
         plan = self.plan(query, key, value, causal() if is_causal else None)
         self.count("sdpa")
-        kernel = _kernel(query, key, value, not plan.mask.is_structured)
-        out = attention(mark_query(query), key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
+        kernel = _kernel(query, key, value, plan.mask)
+        out = attention(query, key, value, plan, group=self.mesh, scale=scale, kernel=kernel)
         return match_memory_order(query, out)
 
     def flex(
@@ -309,9 +261,9 @@ class Route:
         """`torch.nn.attention.flex_attention.flex_attention` of shards; None if `key` and `value` were gathered, so
         that attention of this rank alone is meant."""
         check_heads(query, key, enable_gqa)
-        shard: tuple[Mask, Layout, Ints | None] | None = getattr(block_mask, "longspan_shard", None)
+        shard: tuple[Mask, Cut] | None = getattr(block_mask, "longspan_shard", None)
         if shard is not None:
-            self._follow_block_mask(query, shard[1], shard[2])
+            self._follow_block_mask(query, shard[1])
         if isinstance(block_mask, BlockMask) and self._are_gathered(query, key, block_mask):
             if score_mod is not None or self.mask is not None:
                 raise PlanError(
@@ -323,34 +275,23 @@ class Route:
             return None
         plan = self.plan(query, key, value, self._mask_of(block_mask, query) if shard is None else shard[0])
         self.count("flex")
-        if score_mod is not None and self.order is not None:
-            number = id(score_mod)  # the rearranged function keeps it alive
-            if number not in self._rearranged_scores:
-                self._rearranged_scores[number] = rearrange_score(score_mod, self.order)
-            score_mod = self._rearranged_scores[number]
+        if score_mod is not None and self.cut is not None and self.cut.order is not None:
+            if score_mod not in self._rearranged:
+                self._rearranged[score_mod] = rearrange_score(score_mod, self.cut.order)
+            score_mod = self._rearranged[score_mod]
         return flex_of_shards(
-            mark_query(query), key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
+            query, key, value, score_mod, None, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux, plan=plan, group=self.mesh, captured_grads=captured_grads,
         )  # fmt: skip
 
-    def _follow_block_mask(self, query: Tensor, layout: Layout, order: Ints | None) -> None:
-        """Check that a sharded BlockMask is for the layout of the queries. If that layout is to be inferred, it is the
-        BlockMask's, unless the queries carry another."""
-        known = carried_layout(query, SEQ_DIM, slots(layout))
-        if self.layout is None and isinstance(self.balancer, Inferred) and known is None:
-            self.layout, self.order = layout, order
-            return
-        expected = known or self.layout_of(query)
-        expected_order = None if known is not None else self.order
-        if (
-            (expected.seq_len, expected.world_size) != (layout.seq_len, layout.world_size)
-            or other_tokens(expected, layout)
-            or (order is None) != (expected_order is None)
-            or (order is not None and expected_order is not None and not np.array_equal(order, expected_order))
-        ):
+    def _follow_block_mask(self, query: Tensor, cut: Cut) -> None:
+        """Take the cut of a sharded BlockMask if no other is known; else check that it is the same."""
+        if self.cut is None and self.balancer is None:
+            self.set_cut(cut)
+        elif self.cut_of(query).differs(cut):
             raise LayoutError(
-                f"`block_mask` must be sharded like query, by {expected}, but it was sharded by {layout}. Shard both by"
-                f" one load_balancer."
+                f"`block_mask` must be sharded like query, by {self.cut_of(query).layout}, but it was sharded by"
+                f" {cut.layout}. Shard both by one load_balancer."
             )
 
     def _are_gathered(self, query: Tensor, key: Tensor, block_mask: BlockMask) -> bool:
@@ -358,7 +299,7 @@ class Route:
         rows, columns = query.shape[SEQ_DIM], key.shape[SEQ_DIM]
         if rows == columns or tuple(block_mask.seq_lengths) != (rows, columns):
             return False
-        return self.layout_of(query).seq_len == columns
+        return self.cut_of(query).layout.seq_len == columns
 
     def _mask_of(self, block_mask: Any, query: Tensor) -> Mask | None:
         """Return the mask that `block_mask` means, in global positions."""
@@ -369,8 +310,8 @@ class Route:
                 f"`block_mask` must be a BlockMask of PyTorch or a mask of longspan.masks, but got"
                 f" {type(block_mask).__name__}."
             )
-        layout = self.layout_of(query)
-        check_lengths(block_mask, (layout.seq_len, layout.seq_len), "block_mask", PlanError)
+        seq_len = self.cut_of(query).layout.seq_len
+        check_lengths(block_mask, (seq_len, seq_len), "block_mask", PlanError)
         return mask_of_block_mask(block_mask, batch=query.shape[0], heads=query.shape[1])
 
 
@@ -410,7 +351,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str:
     """Return "auto", or the first suitable kernel of those that `torch.nn.attention.sdpa_kernel` has enabled."""
     enabled = {
         "flash": torch.backends.cuda.flash_sdp_enabled(),
@@ -426,57 +367,32 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, opaque: bool) -> str:
     for name in names:
         try:
             named = "cpu_flash" if name == "flash" and q.device.type == "cpu" else name
-            return choose_kernel(named, _local(q), _local(k), _local(v), Features(opaque, False, False))
+            return choose_kernel(named, _local(q), _local(k), _local(v), Features(not mask.is_structured, False, False))
         except KernelError as error:
             why = str(error)
     raise KernelError(f"sdpa_kernel allows {', '.join(names) or 'nothing'}, but none of these can run: {why}")
 
 
-class _Mark(torch.autograd.Function):
-    """Saves one empty tensor more than PyTorch's attention would. A checkpoint that is recomputed after the context has
-    ended would compute attention of this rank alone; it counts saved tensors, so it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.new_empty(0))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        _ = ctx.saved_tensors  # makes a checkpoint check
-        return gradients[0]
-
-
-def mark_query(query: Tensor) -> Tensor:
-    plain = isinstance(query, DTensor) or not torch.is_grad_enabled()
-    return query if plain else _Mark.apply(query)  # type: ignore[return-value]
+def _check_placement(seq_len: int, world_size: int) -> None:
+    if world_size > 1 and not isinstance(balancer_in_use(seq_len, world_size), Contiguous):
+        raise LayoutError(
+            "`load_balancer` must be passed for DTensors: their placement is that of Contiguous(), but"
+            " _cp_options.enable_load_balance says HeadTail(). Pass one of the two, or switch the option off."
+        )
 
 
 # -- The torch-function mode -------------------------------------------------------------------------------------------
 
-_UNROUTED = {
-    "_varlen_attn": "torch.nn.attention.varlen.varlen_attn cannot be routed: call"
-    " torch.nn.functional.scaled_dot_product_attention with mask=longspan.masks.documents(lengths) in the context",
-    "multi_head_attention_forward": "torch.nn.MultiheadAttention cannot be routed: call"
-    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
-    "_native_multi_head_attention": "the fused path of torch.nn.MultiheadAttention cannot be routed: call"
-    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
-    "_transformer_encoder_layer_fwd": "the fused path of torch.nn.TransformerEncoderLayer cannot be routed: call"
-    " torch.nn.functional.scaled_dot_product_attention in a module of your own",
-}
-_FUSED = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
+_OUTSIDE = (
+    "it would attend to the tokens of this rank alone inside a context of Longspan. Call"
+    " torch.nn.functional.scaled_dot_product_attention in a module of your own, with mask=longspan.masks.documents(...)"
+    " in the context for packed sequences"
 )
-"""The operators below `scaled_dot_product_attention`; overloads such as `_for_cpu.default` have the same name."""
-_SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax", "special_softmax"))
+_UNROUTED: dict[str, str] = dict.fromkeys(
+    ("_varlen_attn", "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    _OUTSIDE,
+)
+"""PyTorch's other functions of attention, and what to do instead. They call kernels where a mode does not see them."""
 _OPERATORS = ("attention", "routed_attention")  # of Longspan
 
 
@@ -486,7 +402,6 @@ class Router(TorchFunctionMode):
     def __init__(self, route: Route) -> None:
         super().__init__()
         self.route = route
-        self.local_len = route.local_len
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():
@@ -494,20 +409,16 @@ class Router(TorchFunctionMode):
         name = _special_functions.get(func)
         if name is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if name == "routed_attention":
+        if name == "routed_attention" and _running.route is None:  # the innermost mode comes first
             _running.route = self.route
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 _running.route = None
-        if name == "attention":  # with a plan of the caller
-            self.route.planned = True
+        if name in _OPERATORS:
+            self.route.count(name)
             return func(*args, **(kwargs or {}))
-        if name not in _SOFTMAX:
-            return self._special(func, name, args, kwargs or {})
-        if self._is_over_local_scores(args):
-            _refuse_written_out(self.local_len)
-        return func(*args, **(kwargs or {}))
+        return self._special(func, name, args, kwargs or {})
 
     def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same while the compiler traces: it knows functions by their names."""
@@ -516,69 +427,43 @@ class Router(TorchFunctionMode):
             out = _sdpa_in_graph(*args, **kwargs)
             if out is not None:
                 return out
-        elif name == "attention":
-            self.route.planned = True
-            name = None
-        elif name in _SOFTMAX:
-            if self._is_over_local_scores(args):
-                _refuse_written_out(self.local_len)
-            name = None
-        return func(*args, **kwargs) if name is None else self._special(func, name, args, kwargs)
-
-    def _is_over_local_scores(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a softmax is over scores of this rank's tokens with each other: attention written out."""
-        x, size = args[0] if args else None, self.local_len
-        return size > 1 and isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-1] == size and x.shape[-2] == size
+        return func(*args, **kwargs) if name in (None, *_OPERATORS) else self._special(func, name, args, kwargs)
 
     @torch.compiler.disable(reason="inside a context of Longspan, attention runs outside compiled graphs")
     def _special(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "scaled_dot_product_attention":
             return self.route.sdpa(*args, **kwargs)
-        if name in _FUSED:
-            if not _is_called_by_longspan():
-                raise PlanError(
-                    f"torch.ops.aten.{name} was called inside a context of Longspan, where it would attend to the"
-                    f" tokens of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is"
-                    f" routed, or longspan.attention with a plan."
-                )
-            return func(*args, **kwargs)
         if name in _UNROUTED and not any(isinstance(arg, GraphModule) for arg in args):  # those are our own kernel's
-            raise PlanError(
-                f"inside a context of Longspan it would attend to the tokens of this rank alone: {_UNROUTED[name]}."
-            )
+            raise PlanError(f"{name} cannot be routed: {_UNROUTED[name]}.")
         return self._differentiate(func, args, kwargs)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run backward with this mode on, in which checkpoints run forward again: PyTorch disables a mode inside its
         handler. Pass edges instead of tensors, because functions of tensors would come back here."""
-        self.route.results = True
+        self.route.ran_backward = True
         if func is Tensor.backward:
-            tensor, *rest = args
             kwargs = {"grad_tensors" if name == "gradient" else name: value for name, value in kwargs.items()}
             with self:
-                return torch.autograd.backward(tensor, *rest, **kwargs)
-        inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+                return torch.autograd.backward(*args, **kwargs)
+        is_grad, roots = func is torch.autograd.grad, args[0]
+        inputs = args[1] if is_grad else kwargs.get("inputs")
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs  # before 2.13, backward passes it unchanged
-        known = func in (torch.autograd.backward, torch.autograd.grad)
-        if not known or any(isinstance(t, Tensor) and not t.requires_grad for t in (*args[0], *(inputs or ()))):
+        if any(isinstance(t, Tensor) and not t.requires_grad for t in (*roots, *(inputs or ()))):
             return func(*args, **kwargs)  # which raises
-        roots, edges = _edges(args[0]), None if inputs is None else _edges(inputs)
-        name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
-        kwargs = kwargs | {name: _root_gradients(args[0], kwargs.get(name))}
-        if func is torch.autograd.grad:
-            zeros = kwargs.pop("materialize_grads", False)
-            with self:
-                gradients = func(roots, edges, **kwargs)
-            if not zeros:
-                return gradients
-            options = {"requires_grad": kwargs.get("create_graph", False)}
-            pairs = zip(gradients, args[1], strict=True)
-            return tuple(torch.zeros_like(x, **options) if gradient is None else gradient for gradient, x in pairs)
-        for tensor in inputs or ():
+        name = "grad_outputs" if is_grad else "grad_tensors"
+        kwargs[name] = _root_gradients(roots, kwargs.get(name))
+        zeros = kwargs.pop("materialize_grads", False)
+        for tensor in () if is_grad else inputs or ():
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 tensor.retain_grad()  # as backward does for tensors
         with self:
-            return func(roots, **(kwargs | {"inputs": edges}))
+            gradients = func(_edges(roots), **(kwargs | {"inputs": None if inputs is None else _edges(inputs)}))
+        if not zeros:
+            return gradients
+        options = {"requires_grad": kwargs.get("create_graph", False)}
+        return tuple(
+            torch.zeros_like(x, **options) if y is None else y for x, y in zip(args[1], gradients, strict=True)
+        )
 
 
 run_without_compiling(Router.__torch_function__)  # as a frame; inside other frames it is traced
@@ -589,18 +474,23 @@ def _run_in_graph(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, lse and ticket of attention by the route that is active when the operator runs, so that one graph
     serves all contexts."""
-    route = current() or getattr(_running, "route", None)
+    route = _running.route or current()
     if route is None:
         raise PlanError("this code was compiled inside a context of Longspan, and none is active. Run it inside one.")
     plan = route.plan(q, k, v, causal() if is_causal else None)
     route.count("sdpa")
-    kernel, group = _kernel(q, k, v, not plan.mask.is_structured), route.mesh.get_group().group_name
+    kernel, group = _kernel(q, k, v, plan.mask), route.mesh.get_group().group_name
     others = plan.handle, group, kernel, scale, 0, True, needs_backward, False, "", ops.FORM
     return ops.run_forward(q, k, v, [], None, *others)
 
 
-_running = threading.local()
-"""`route`: that of the operator which a mode calls, since PyTorch disables a mode inside its handler."""
+class _Running(threading.local):
+    """The route of the operator that a mode calls, since PyTorch disables a mode inside its handler."""
+
+    route: Route | None = None
+
+
+_running = _Running()
 _routed_attention = ops.define_operator(
     "longspan::routed_attention", _run_in_graph, lambda q, _, v, *__: ops.results_like(q, v)
 )
@@ -631,27 +521,6 @@ def _sdpa_in_graph(
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out = _routed_attention(q, k, v, is_causal, None if scale is None else float(scale), needs_backward)[0]
     return match_memory_order(q, out)
-
-
-@torch.compiler.disable(reason="it refuses the call")
-def _refuse_written_out(size: int) -> None:
-    raise PlanError(
-        f"attention was written out inside a context of Longspan: a softmax over scores of {size} x {size} tokens"
-        f" of this rank alone. Call torch.nn.functional.scaled_dot_product_attention, which is routed (in"
-        f" Hugging Face models, attn_implementation='sdpa'), or longspan.attention with a plan."
-    )
-
-
-def _is_called_by_longspan() -> bool:
-    """Return whether a kernel of Longspan is calling."""
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _torch.__name__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _edges(tensors: Any) -> tuple[GradientEdge, ...]:
@@ -723,9 +592,9 @@ def run_flex(*args: Any, **kwargs: Any) -> Any:
     return route.flex(*args, **kwargs)
 
 
-_special_functions = _torch.functions_named(
-    ("scaled_dot_product_attention", *_UNROUTED, *_FUSED, *_SOFTMAX, "backward", "grad")
-) | {operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))}
+_special_functions = _torch.functions_named(("scaled_dot_product_attention", *_UNROUTED, "backward", "grad")) | {
+    operator: name for name in _OPERATORS for operator in _torch.forms_of(getattr(torch.ops.longspan, name))
+}
 """Functions that are not run unchanged, and their names."""
 _special_names = {getattr(function, "__name__", name): name for function, name in _special_functions.items()}
 
@@ -760,21 +629,14 @@ def current(mesh: DeviceMesh | None = None) -> Route | None:
 
 
 def route_for(
-    mesh: DeviceMesh,
-    load_balancer: Any,
-    default: Balancer,
-    mask: Mask | None,
-    seq_len: int | None,
-    layout: Layout | None = None,
+    mesh: DeviceMesh, load_balancer: Any, mask: Mask | None, seq_len: int | None, cut: Cut | None = None
 ) -> Route:
     """Build a route. Arguments that are None are taken from the active route over the same mesh and sequence, so that
     a wrapped module or an inner context does not misread the shards of an outer one."""
+    balancer = None if load_balancer is None else balancer_of(load_balancer)
     outer = current(check_mesh(mesh))
-    if outer is not None:
-        length = outer.seq_len if outer.layout is None else outer.layout.seq_len
-        if seq_len is None or length in (None, seq_len):
-            mask = outer.mask if mask is None else mask
-            shards = not isinstance(default, Inferred)  # then a layout that is not known yet is of no use
-            if load_balancer is None and not (shards and outer.layout is None and isinstance(outer.balancer, Inferred)):
-                load_balancer, layout = outer.balancer if outer.layout is None else outer.layout, None
-    return Route(mesh, default if load_balancer is None else balancer_of(load_balancer), mask, seq_len, layout)
+    if outer is not None and (seq_len is None or outer.seq_len in (None, seq_len)):
+        mask = outer.mask if mask is None else mask
+        if balancer is None:
+            balancer, cut, seq_len = outer.balancer, outer.cut, outer.seq_len if seq_len is None else seq_len
+    return Route(mesh, balancer, mask, seq_len, cut)
