@@ -39,5 +39,5 @@ def test_twins_are_right_over_ranks():
 
 @pytest.mark.timeout(120)
 def test_a_proof_that_breaks_on_rank_0_is_heard_of_by_all():
-    said = pool(2).run(planted_work.broken_proof, "", timeout=30.0)
+    said = pool(2).run(planted_work.broken_proof, timeout=30.0)
     assert all("broke" in text for text in said)

@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from longspan.training import BatchError
 from longspan.training.groups import message_device
 
 _COMPARE = "(longspan.verification.verify_model), and pass trust_model=True if it is right."
+_PROOFS: WeakKeyDictionary[type, dict[Any, Any]] = WeakKeyDictionary()
+"""Proofs of this process, by class, form and configuration."""
 _LOG = logging.getLogger("longspan")
 
 
@@ -70,20 +73,23 @@ def _answer(model: Any, form: Form) -> dict[str, Any]:
 
 def _prove(model: Any, form: Form) -> Entry | str:
     """Return what a proof in this process finds, or the reason why the model is refused."""
-    from longspan.huggingface.prove.check import prove
-
     kind = own_class(model)
     add = "`longspan prove CONFIG --add`, CONFIG being a folder with its config.json, adds it to the installed rules"
     if any("liger_kernel" in (_package(type(part)), _package(vars(part).get("forward"))) for part in modules_of(model)):
         return f"its rules are not known for batches that are {form}, and its proof cannot run Liger's kernels. {add}."
-    proof = prove(kind, model.config, form)
-    if not proof.ok:
-        return proof.reason
-    _LOG.warning(
-        "%s is not in rules.json for batches that are %s; it was proved in %.1f s, for this process. %s.",
-        kind.__name__, form, proof.seconds, add,
-    )  # fmt: skip
-    return Entry(proof.rules, proof.classes)
+    proofs = _PROOFS.setdefault(kind, {})
+    key = form, json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    if key not in proofs:
+        from longspan.huggingface.prove.check import prove
+
+        proof = proofs[key] = prove(kind, model.config, form)
+        if proof.ok:
+            _LOG.warning(
+                "%s is not in rules.json for batches that are %s; it was proved in %.1f s, for this process. %s.",
+                kind.__name__, form, proof.seconds, add,
+            )  # fmt: skip
+    proof = proofs[key]
+    return Entry(proof.rules, proof.classes) if proof.ok else proof.reason
 
 
 def _package(code: Any) -> str:
