@@ -3,10 +3,7 @@
 Two cores are shared, and sums must not depend on how many threads there are.
 """
 
-import os
-import shutil
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +28,7 @@ MARKERS = (
     "quick: something of every layer, within a minute of processor time",
     "share(n): one case in n runs each time, all of them at night (tests/lanes.py)",
     "nightly: runs at night only, or when selected by name (tests/lanes.py)",
-    *(f"{name}: in tests/gpu" for name in ("ranks(n)", "slow", "cpu", "cuda")),
+    *(f"{name}: in tests/gpu" for name in ("ranks(n)", "slow", "cpu", "cuda", "gloo", "cards")),
 )
 # Doctests that `pytest -m quick` runs: modules that do not import torch, so that the first dot comes soon.
 QUICK_DOCTESTS = tuple(ROOT / "src" / "longspan" / name for name in ("spans.py", "masks", "layouts", "planning"))
@@ -43,10 +40,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers share the folder of the process that starts them
-        # Tests plant mistakes: checks of models that fail for them must not stay in the user's own cache.
-        os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="longspan-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     for marker in MARKERS + (
         ("timeout(seconds): needs pytest-timeout",) if find_spec("pytest_timeout") is None else ()
     ):

@@ -5,7 +5,8 @@
 
 Workloads are drawn at random: masks, document lengths, ranks, heads, layouts, machines and ranks per node. Every
 candidate's schedule is written out for all ranks and simulated, forward and backward. The choice is compared with the
-least of these times.
+least of these times; and one whose busiest rank receives more than in an all-gather has to be predicted 5% faster than
+every other.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 
 import longspan as ls
 from longspan.planning import MACHINES, Link, Machine, Problem, Sizes, backward, scheme, simulate
-from longspan.planning.choose import candidates
+from longspan.planning.choose import candidates, estimate_scheme, most_received
 
 COUNT = 300
-BAR = 1.03
+BAR = 1.05
 """Limit of the chosen scheme's time over the best, both by full simulation."""
 HEADS = ((32, 8), (32, 32), (64, 8), (40, 8), (28, 4), (16, 2), (8, 8), (12, 4), (8, 1), (4, 4))
 RANKS = (2, 3, 4, 6, 8, 8, 12, 16, 16, 24, 32, 48, 64)
@@ -117,6 +118,18 @@ def simulated(workload: Workload) -> dict[str, float]:
     return seconds
 
 
+def is_greedy(plan: ls.Plan) -> bool:
+    """Return whether the busiest rank receives more than in an all-gather, for less than 5% of the time."""
+    problem, keep = plan.scheme.problem, plan.keep
+    gathered = most_received(scheme("all_gather", problem), keep=keep)
+    if most_received(plan.scheme, keep=keep) <= gathered:
+        return False
+    others = [scheme(name, problem) for name in {*candidates(problem), "all_gather"}]
+    frugal = [other for other in others if most_received(other, keep=keep) <= gathered]
+    least = min(estimate_scheme(other, plan.machine, keep=keep).seconds for other in frugal)
+    return estimate_scheme(plan.scheme, plan.machine, keep=keep).seconds > 0.95 * least
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
@@ -124,10 +137,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ratios: list[float] = []
     chosen: Counter[str] = Counter()
+    greedy = 0
     for number in range(options.first, options.first + options.count):
         workload = drawn_workload(number)
         seconds = simulated(workload)
-        name = workload.plan().scheme.name
+        plan = workload.plan()
+        name = plan.scheme.name
+        greedy += is_greedy(plan)
         best = min(seconds, key=lambda name: seconds[name])
         ratios.append(seconds[name] / seconds[best])
         chosen[name.split("(")[0]] += 1
@@ -137,8 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     spread = np.percentile(ratios, (50, 90, 99, 100))
     print(f"chosen time over the best: {', '.join(f'{x:.4f}' for x in spread)} (median, 90%, 99%, most; bar {BAR})")
     print("chosen:", ", ".join(f"{name} {count}" for name, count in chosen.most_common()))
-    print(f"{len(ratios)} workloads, {missed} beyond the bar")
-    return 1 if missed else 0
+    print(f"{len(ratios)} workloads, {missed} beyond the bar, {greedy} receive more than they may")
+    return 1 if missed or greedy else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ one device and over ranks: which are exact, which are not supported and why, whi
     python -m benchmarks.families                                  # writes docs/models.md; about half an hour
     python -m benchmarks.families --only llama,mistral --kinds causal --out -
 
-A family is *accepted* if the check at first use (`longspan.huggingface.check`) passes. Accepted families run again on 2
+A family is *accepted* if its proof (`longspan.huggingface.prove`) passes. Accepted families run again on 2
 and 3 Gloo processes, with another batch and layout, against transformers' own attention on one device. Exits with 1 if
 an accepted family is wrong there, or if fewer than 120 families are accepted in a whole sweep.
 
@@ -22,7 +22,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -69,7 +68,8 @@ def examine(case: Case, forms: list[str], pool: list[Any]) -> dict[str, Any]:
 
 
 def proof_of(case: Case, form: str) -> dict[str, Any]:
-    from longspan.huggingface.check import Form, prove
+    from longspan.huggingface.prove.check import prove
+    from longspan.huggingface.rules import Form
 
     try:
         proof = prove(class_of(case), config_of(case), Form(**FORMS[form]))
@@ -136,20 +136,19 @@ MARK = "@@"
 def sweep(todo: list[Case], forms: list[str], with_ranks: bool) -> Iterator[dict[str, Any]]:
     """Return results in order, from workers that are restarted when one ends or takes too long."""
     left = list(todo)
-    with tempfile.TemporaryDirectory() as folder:  # ignore cached checks of earlier sweeps
-        while left:
-            batch, got = left[:BATCH], 0
-            for line, why in _lines(batch, forms, with_ranks, folder):
-                yield json.loads(line) if line else {**asdict(batch[got]), "outcome": "not built", "reason": why}
-                got += 1
-            left = left[got:]
+    while left:
+        batch, got = left[:BATCH], 0
+        for line, why in _lines(batch, forms, with_ranks):
+            yield json.loads(line) if line else {**asdict(batch[got]), "outcome": "not built", "reason": why}
+            got += 1
+        left = left[got:]
 
 
-def _lines(batch: list[Case], forms: list[str], with_ranks: bool, folder: str) -> Iterator[tuple[str, str]]:
+def _lines(batch: list[Case], forms: list[str], with_ranks: bool) -> Iterator[tuple[str, str]]:
     """Yield a line for each case; (\"\", reason) for the one that ended the worker, which is then the last."""
     command = [sys.executable, "-m", "benchmarks.families", "--worker", *map(str, batch), "--forms", ",".join(forms)]
     command += [] if with_ranks else ["--no-ranks"]
-    quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "XDG_CACHE_HOME": folder}
+    quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=quiet)
     assert process.stdout is not None
     pending, got = b"", 0

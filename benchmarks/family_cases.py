@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,103 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = {
-    "causal": "CAUSAL_LM",
-    "masked": "MASKED_LM",
-    "classify": "SEQUENCE_CLASSIFICATION",
-    "image": "IMAGE_TEXT_TO_TEXT",
-}
+from longspan.huggingface.prove.families import KINDS, Case, cases, class_of, config_of
+
+__all__ = ["KINDS", "Case", "cases", "class_of", "config_of"]
+
 TOKENS = 52
-"""Different from the values of the check at first use, so that both cannot be wrong in the same way by chance."""
+"""Different from the values of the proof, so that both cannot be wrong in the same way by chance."""
 LIMIT = 1e-5
 """Tolerance of Longspan's attention against transformers' own on one device: models compute parts in float32."""
-
-HYBRID = ["linear_attention"] * 3 + ["full_attention"]
-NESTED = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "chameleon": {"vocabulary_map": {"<image>": 8711, "IMGIMGAAZ": 4}},
-    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": NESTED}}},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": NESTED}},
-    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
-    "deepseek_ocr2": {"text_config": {
-        "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_hidden_layers": 12,
-    }},
-    "deepseek_v2": {
-        "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy",
-        "n_routed_experts": 160, "first_k_dense_replace": 1,
-    },
-    "diffusion_gemma": {"text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}},
-    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "emu3": {"vocabulary_map": {"<image>": 151900, "<|extra_200|>": 151846, "<|visual token 000000|>": 151854}},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "granite4_vision": {"deepstack_layer_map": [(-1, 0), (-2, 1)], "downsample_rate": "4/8"},
-    "granitemoehybrid": {"layer_types": HYBRID * 8},
-    "paddleocr_vl": {"text_config": {"rope_parameters": {**NESTED, "mrope_section": [16, 24, 24]}}},
-    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    "qwen4_exp": {"text_config": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-        "indexer_compress_ratio": 16,
-    }},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-        "indexer_compress_ratio": 16,
-    },
-    "causal:reformer": {"is_decoder": True},
-    "step3p7": {"text_config": {"sliding_window": 512}},
-    "xmod": {"default_language": "en_XX"},
-}  # fmt: skip
-"""Values for defaults that do not run or lack a kind of layer: similar to published ones, not compared with them."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One family with one kind of head."""
-
-    kind: str
-    family: str
-    model: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.family}"
-
-
-def cases(kinds: list[str], only: list[str] | None = None) -> list[Case]:
-    """Return all families of these kinds in the installed transformers, by name."""
-    from transformers.models.auto import modeling_auto
-
-    known = []
-    for kind in kinds:
-        for family, model in getattr(modeling_auto, f"MODEL_FOR_{KINDS[kind]}_MAPPING_NAMES").items():
-            if not only or family in only:
-                known.append(Case(kind, family, model if isinstance(model, str) else model[0]))
-    return sorted(known, key=lambda case: (list(KINDS).index(case.kind), case.family))
-
-
-def config_of(case: Case) -> Any:
-    """Return the family's default configuration, with values of published ones; classifiers get a padding token."""
-    from transformers import CONFIG_MAPPING
-
-    given = PUBLISHED.get(str(case), PUBLISHED.get(case.family, {}))
-    config = CONFIG_MAPPING[case.family](**copy.deepcopy(given))
-    if case.kind == "classify":
-        for part in (config, config.get_text_config()):
-            if getattr(part, "pad_token_id", None) is None:
-                part.pad_token_id = 0
-    return config
-
-
-def class_of(case: Case) -> type:
-    import transformers
-
-    return getattr(transformers, case.model)
 
 
 def batch_of(case: Case, config: Any, rows: int = 2, seed: int = 5) -> dict[str, Any]:
     """Return a random batch without special tokens, with labels for the head."""
-    from longspan.huggingface.tiny import special_tokens
+    from longspan.huggingface.prove.tiny import special_tokens
 
     draw = torch.Generator().manual_seed(seed)
     text = config.get_text_config()
@@ -181,10 +96,8 @@ def counted() -> Any:
 
 def on_one_device(case: Case) -> dict[str, Any]:
     """Check whether the family builds and runs, and whether Longspan's attention equals its own."""
-    from longspan import huggingface
-    from longspan.huggingface.tiny import CannotShrinkError, build, tiny_config
+    from longspan.huggingface.prove.tiny import CannotShrinkError, build, tiny_config
 
-    huggingface.register()
     try:
         config = config_of(case)
     except Exception as error:

@@ -47,11 +47,10 @@ def _groups() -> dict[int, Any]:
 
 def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
     """Return the model with weights that are exact in both precisions, a batch, and a step on one device in both."""
-    from longspan import huggingface
-    from longspan.huggingface.check import Float64Mode
-    from longspan.huggingface.tiny import build, tiny_config
+    import longspan.huggingface  # noqa: F401  (registers the attention)
+    from longspan.huggingface.prove.tiny import build, tiny_config
+    from longspan.huggingface.prove.trials import Float64Mode
 
-    huggingface.register()
     config = tiny_config(config_of(case))
     config._attn_implementation = "eager"
     model: Any = build(class_of(case), config, seed=3).float()
@@ -66,7 +65,7 @@ def _prepared(case: Case) -> tuple[Any, dict[str, Any], Step, Step]:
 
 
 def _compared(model: Any, batch: dict[str, Any], narrow: Step, expected: Step, group: Any) -> dict[str, Any]:
-    from longspan.huggingface.check import Float64Mode
+    from longspan.huggingface.prove.trials import Float64Mode
 
     model.double()
     with Float64Mode():

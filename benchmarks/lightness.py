@@ -92,7 +92,6 @@ def hugging_face_step() -> dict[str, int]:
 
     from longspan import huggingface
 
-    huggingface.register()
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, attn_implementation="longspan",
@@ -114,7 +113,7 @@ def main() -> int:
     texts = [path.read_text() for path in files]
     pages = [path.read_text() for path in (*(ROOT / "docs").glob("**/*.md"), *ROOT.glob("*.md"))]
     rows = [
-        ("lines in src", 37_000, sum(text.count("\n") for text in texts)),
+        ("lines in src", 44_700, sum(text.count("\n") for text in texts)),
         ("files in src", 170, len(files)),
         ("words of 0.2's English in src and docs", 50, sum(len(OLD_WORDS.findall(text)) for text in texts + pages)),
     ]
@@ -122,7 +121,7 @@ def main() -> int:
     rows += [("calls, one device, forward", 70, alone["calls"]), ("  frames", 12, alone["frames"])]
     ranks = Ranks(2)
     try:
-        rows.append(("calls, two Gloo ranks, forward", 300, ranks.run(two_ranks)[0]["calls"]))
+        rows.append(("calls, two Gloo ranks, forward", 200, ranks.run(two_ranks)[0]["calls"]))
         rows.append(("calls, context_parallel step, two ranks", 600, ranks.run(context_parallel_step)[0]["calls"]))
         rows.append(("calls, Hugging Face step, two ranks", 1_600, ranks.run(hugging_face_step)[0]["calls"]))
     finally:

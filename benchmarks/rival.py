@@ -60,7 +60,6 @@ def longspan(model: Any, case: str) -> tuple[Tensor, Tensor]:
     """Run `shard_inputs` and the model, as in docs/huggingface.md."""
     from longspan import huggingface
 
-    huggingface.register()
     model.set_attn_implementation("longspan")
     inputs = huggingface.shard_inputs(model, batch_of(case), dist.group.WORLD)
     places = torch.as_tensor(inputs["longspan"].layout.positions(dist.get_rank()))

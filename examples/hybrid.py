@@ -34,7 +34,6 @@ def alone(model, batch):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    huggingface.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "bamba", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,

@@ -49,7 +49,6 @@ def parse_arguments():
 
 def load(options, attention):
     """Return the whole model on the host, in float32; positions are extended by YaRN if they do not suffice."""
-    huggingface.register()
     config = AutoConfig.from_pretrained(options.model)
     if options.length > config.max_position_embeddings:
         yarn = {"rope_type": "yarn", "original_max_position_embeddings": options.trained_length}

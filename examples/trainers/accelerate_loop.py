@@ -20,7 +20,6 @@ STEPS = 10
 
 
 def load():
-    huggingface.register()
     torch.manual_seed(0)
     if len(sys.argv) > 1:
         return AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="longspan")

@@ -19,7 +19,6 @@ TEMPERATURE, CLIP, KL = 0.7, 0.05, 0.1
 
 
 def load(device):
-    huggingface.register()
     torch.manual_seed(0)
     if len(sys.argv) > 1:
         return AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="longspan").to(device)

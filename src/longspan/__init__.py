@@ -88,10 +88,14 @@ def _prepare(
     *,
     kernel: str = "auto",
     backward: bool = True,
+    group: _Any = None,
 ) -> None:
     """Do what the first call with the plan does on this rank before its messages: compute the rank's steps, record
     them, and copy their tables to the device. Sends nothing, so that a thread may do it for the next batch while a step
     runs; `longspan.training.prefetch` does.
+
+    With a `group`, run attention on zeros over it as well, which compares the ranks' plans, connects the pairs of ranks
+    that exchange messages, and compiles kernels. All ranks of the group must do so, outside of a thread.
 
     Pass the `kernel` that the call passes, and `backward=False` for calls without gradients. A call with other tensors
     than the plan's, or a score function, chooses its kernel itself, and then records again. A plan of a recurrence does
@@ -115,6 +119,13 @@ def _prepare(
     with ops.on_device(where):
         if isinstance(self, Plan):
             ops.prepare(self, int(rank), where, kernel, backward=backward)
+            if group is not None:
+                q, k, v = (x.requires_grad_(backward) for x in ops.zeros_for(self, int(rank), where))
+                out = attention(q, k, v, self, group=group, kernel=kernel)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        elif group is not None:
+            raise PlanError(f"group must be None for a {type(self).__name__}, but got {group!r:.80}. Leave it out.")
         elif isinstance(self, _ScanPlan):
             scans.prepare(self, int(rank), where, kernel, backward=backward)
         elif kernel == "auto":

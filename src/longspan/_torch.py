@@ -73,11 +73,6 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def sparse_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that a sparse tensor of two dims lists, some twice, and their values."""
-    return gradient._indices()[0], gradient._values()
-
-
 def loses_derivative(*tensors: Any) -> bool:
     """Return whether a tensor has a derivative that only PyTorch's own operators carry on: one in forward mode, or the
     gradient of a tensor that `torch.vmap` maps, which inside of it does not require one."""
@@ -556,6 +551,22 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor. The module takes half a second to load, and without it there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+@cache
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 by instructions of its own; read in torch 2.13."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether `torch.vmap` maps this tensor now."""
+    return torch._C._functorch.is_batchedtensor(tensor)  # type: ignore[attr-defined]
+
+
+def unmapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that `torch.vmap` maps as this one."""
+    return torch._C._functorch.get_unwrapped(tensor)  # type: ignore[attr-defined]
 
 
 def fake_mode_of(tensor: Tensor) -> Any:

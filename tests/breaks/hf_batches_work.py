@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import warnings
 
 import torch
@@ -67,10 +66,9 @@ MODES = (
 def model_of(family):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     config._experts_implementation = "eager"  # grouped matrix products do not take float64
@@ -119,7 +117,7 @@ def batch_of(mode, family, seed=5):
 
 def on_one_device(model, batch, family):
     """Loss and gradients of transformers' own attention; for hybrids, of documents one after another."""
-    from longspan.huggingface.check import Float64Mode
+    from longspan.huggingface.prove.trials import Float64Mode
 
     model.zero_grad()
     with Float64Mode():  # what models compute in float32 would hide differences
@@ -141,7 +139,7 @@ def _of_documents(model, batch):
 
 def over_ranks(model, batch, trust_model=False):
     from longspan import huggingface
-    from longspan.huggingface.check import Float64Mode
+    from longspan.huggingface.prove.trials import Float64Mode
 
     model.zero_grad()
     inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD, trust_model=trust_model)
@@ -166,11 +164,10 @@ def difference(found, expected):
     return worst if worst == worst else float("inf")
 
 
-def compare(family, modes, folder):
+def compare(family, modes):
     """By mode: how far two ranks are from one device, or why the batch is refused."""
     from longspan import LongspanError
 
-    os.environ["XDG_CACHE_HOME"] = folder
     warnings.simplefilter("ignore")
     model, results = model_of(family), {}
     for mode in modes:
@@ -185,15 +182,16 @@ def compare(family, modes, folder):
     return results
 
 
-def opt_with_wrong_rule(folder):
+def opt_with_wrong_rule():
     """OPT, padding on the left, by a rule that places padding elsewhere than OPT does: what the check at first use says
     of it, the refusal of a label at the first real token, and the differences of a batch without it and of one with it
     that is not checked."""
     from unittest import mock
 
-    from longspan.huggingface import batches, check, first_use, sharding
+    from longspan.huggingface import batches, first_use, sharding
+    from longspan.huggingface.adapter import adapter_of
+    from longspan.huggingface.prove import detect
 
-    os.environ["XDG_CACHE_HOME"] = folder
     right_rule = batches.count_without_padding
 
     def wrong_rule(*args):
@@ -203,7 +201,11 @@ def opt_with_wrong_rule(folder):
     later = {**batch, "labels": batch["labels"].clone()}
     later["labels"][1, 13] = -100
     name = "count_without_padding"
-    with mock.patch.object(check, name, wrong_rule), mock.patch.object(batches, name, wrong_rule):
+    with (
+        mock.patch.object(detect, name, wrong_rule),
+        mock.patch.object(batches, name, wrong_rule),
+        mock.patch.object(first_use, "find_entry", return_value=None),
+    ):
         expected = [on_one_device(model, one, "opt") for one in (batch, later)]
         model.set_attn_implementation("longspan")
         refused = None
@@ -211,21 +213,20 @@ def opt_with_wrong_rule(folder):
             over_ranks(model, batch)
         except ValueError as error:
             refused = str(error)
-        (rules,) = first_use._KNOWN[model].rules.values()
+        (rules,) = adapter_of(model).rules.values()
         right = difference(over_ranks(model, later), expected[1])
         with mock.patch.object(sharding, "_check_predicted", return_value=None):
             unchecked = difference(over_ranks(model, batch), expected[0])
     return rules.exact_at_padding, refused, right, unchecked
 
 
-def planted(folder):
+def planted():
     """A model of the user's own that gives padding positions in a way that no rule knows, and one that does not take
     num_items_in_batch: refusals, and differences of the batches that are accepted."""
     from transformers import LlamaConfig
 
     from tests.hosts.planted_models import PositionsFromMask
 
-    os.environ["XDG_CACHE_HOME"] = folder
     results = []
     for kind, modes in ((PositionsFromMask, ("both", "plain")), (without_number(), ("number", "plain"))):
         torch.manual_seed(0)

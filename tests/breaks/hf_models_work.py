@@ -72,11 +72,10 @@ def model_of(family, attention="longspan", dtype=torch.float64, **changes):
     """A model with random weights that all matter. In float64 experts run one by one: the grouped matmul has none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **{**MODELS[family], **changes})
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -154,7 +153,7 @@ def one_device(family, case, dtype=torch.float64, **options):
 
 def precision(dtype):
     """In float64, what modeling files compute in float32 whatever the dtype is computed in float64 too."""
-    from longspan.huggingface.check import Float64Mode
+    from longspan.huggingface.prove.trials import Float64Mode
 
     return Float64Mode() if dtype == torch.float64 else contextlib.nullcontext()
 

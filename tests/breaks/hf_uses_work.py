@@ -31,11 +31,10 @@ def build(name, config, dtype=torch.float64):
     """A model of this class with random weights, longspan's attention inside."""
     import transformers
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    huggingface.register()
     torch.manual_seed(7)
     config._experts_implementation = "eager"  # the grouped matmul has no float64
     model = getattr(transformers, name)(config)

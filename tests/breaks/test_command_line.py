@@ -1,4 +1,4 @@
-"""Attacks on `longspan prove`: bad configurations, damaged answers."""
+"""Attacks on `longspan prove`: bad configurations."""
 
 import json
 from importlib.util import find_spec
@@ -49,27 +49,3 @@ def test_bad_configurations_are_refused_in_words(tmp_path, capsys, tries):
             else:
                 assert "could be built" in out, (name, out)
     tries("bad configurations", 2 * len(texts), 0, 2 * len(texts))
-
-
-@needs_transformers
-def test_damaged_answers_are_made_again(tmp_path, monkeypatch, capsys):
-    from longspan.huggingface.first_use import _digest
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = ["prove", str(tmp_path), "--forms", "plain"]
-    assert command.main(words) == 0
-    (file,) = (tmp_path / "cache").rglob("*.json")
-    right = json.loads(file.read_text())
-    capsys.readouterr()
-    for text in ('{"ok": true}', "[1]", "3", json.dumps({**right, "digest": "0"}), "no JSON"):
-        file.write_text(text)
-        assert command.main(words) == 0
-        assert "exact" in capsys.readouterr().out
-        assert json.loads(file.read_text()).keys() == right.keys()
-    answer = right["answer"] | {"error": "7.7e-07"}
-    file.write_text(json.dumps({"answer": answer, "digest": _digest(answer)}))
-    assert command.main(words) == 0
-    assert "7.7e-07" in capsys.readouterr().out  # read from the file
-    assert command.main([*words, "--again"]) == 0
-    assert "7.7e-07" not in capsys.readouterr().out

@@ -30,8 +30,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", work.FAMILIES if NIGHTLY else IN_CI)
-def test_batches_of_every_kind_are_exact_or_refused(family, tries, tmp_path):
-    found = pool(2).run(work.compare, family, work.MODES, str(tmp_path), timeout=TIMEOUT)
+def test_batches_of_every_kind_are_exact_or_refused(family, tries):
+    found = pool(2).run(work.compare, family, work.MODES, timeout=TIMEOUT)
     assert all(other.keys() == found[0].keys() for other in found)
     wrong, right, refused = {}, 0, 0
     for mode, result in found[0].items():
@@ -46,10 +46,10 @@ def test_batches_of_every_kind_are_exact_or_refused(family, tries, tmp_path):
     tries("Hugging Face families x batches", len(found[0]), right, refused)
 
 
-def test_a_rule_that_is_wrong_at_padding_is_noticed(tries, tmp_path):
+def test_a_rule_that_is_wrong_at_padding_is_noticed(tries):
     """The check at first use compares padding, too: without OPT's own rule, labels at the first real token are refused,
     and other batches are exact. The same batch without the refusal is off: the comparison above can fail."""
-    is_exact, refused, right, unchecked = pool(2).run(work.opt_with_wrong_rule, str(tmp_path), timeout=TIMEOUT)[0]
+    is_exact, refused, right, unchecked = pool(2).run(work.opt_with_wrong_rule, timeout=TIMEOUT)[0]
     assert not is_exact
     assert "token 12 of row 1 is padding, and it has a label" in refused
     assert right <= LIMIT
@@ -57,9 +57,9 @@ def test_a_rule_that_is_wrong_at_padding_is_noticed(tries, tmp_path):
     tries("Hugging Face families x batches", 2, 1, 1)
 
 
-def test_models_with_rules_of_their_own_are_exact_or_refused(tries, tmp_path):
+def test_models_with_rules_of_their_own_are_exact_or_refused(tries):
     """Positions that no rule gives to padding; a forward that does not take `num_items_in_batch`."""
-    padded, plain, number, other = pool(2).run(work.planted, str(tmp_path), timeout=TIMEOUT)[0]
+    padded, plain, number, other = pool(2).run(work.planted, timeout=TIMEOUT)[0]
     assert "is padding, and it has a label" in padded
     assert "TakesNoNumber.forward does not take it" in number
     assert plain <= LIMIT

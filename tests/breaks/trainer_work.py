@@ -34,9 +34,8 @@ FAMILIES = {
 def model_of(family, attention="longspan"):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
-    huggingface.register()
     torch.manual_seed(0)
     kind = AutoModelForMaskedLM if "bert" in family else AutoModelForCausalLM
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})

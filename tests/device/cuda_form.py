@@ -26,7 +26,6 @@ def install():
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
-        "get_sync_debug_mode": lambda: 0,
         "current_blas_handle": lambda: 0,
         "default_generators": tuple(native.default_generator(index) for index in range(native.device_count())),
     }.items():

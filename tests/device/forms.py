@@ -128,6 +128,13 @@ def module_functions(name):
             "num_ooms": 0,
         }
 
+    sync_debug_mode = 0
+
+    def set_sync_debug_mode(mode):
+        nonlocal sync_debug_mode
+        sync_debug_mode = 2 * (mode in ("error", 2))
+        native.forbid_waits(bool(sync_debug_mode))
+
     total = 2**34
     return {
         "is_available": lambda: True,
@@ -167,7 +174,8 @@ def module_functions(name):
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
         "mem_get_info": lambda device=None: (total - native.memory(index_of(device))[2], total),
         "empty_cache": lambda: None,
-        "set_sync_debug_mode": lambda mode: native.forbid_waits(mode in ("error", 2)),
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: sync_debug_mode,
     }
 
 

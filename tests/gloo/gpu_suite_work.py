@@ -38,7 +38,7 @@ def nothing():
 
 def wrong_kernel():
     """dq of float16 is 1% too large. Attention over ranks is checked in other dtypes."""
-    kernel = kernel_named("cpu_flash").kernel
+    kernel = kernel_named("cpu_flash")
     right = kernel.backward_op
 
     def backward_op(dout, q, *rest):
@@ -50,7 +50,7 @@ def wrong_kernel():
 
 def kernel_reads_beside():
     """Keys of float16 are read one row too far, as from a pointer that is off."""
-    kernel = kernel_named("cpu_flash").kernel
+    kernel = kernel_named("cpu_flash")
     right = kernel.op
 
     def op(q, k, *rest):
@@ -148,7 +148,7 @@ def raises():
 
 def far_rows():
     """dk of float32 is 1% too large in tiles with more keys than short sequences have."""
-    kernel = kernel_named("cpu_flash").kernel
+    kernel = kernel_named("cpu_flash")
     right = kernel.backward_op
 
     def backward_op(dout, q, k, *rest):

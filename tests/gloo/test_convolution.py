@@ -25,7 +25,7 @@ def test_ranks_compute_what_documents_by_themselves_give(world, first):
 @pytest.mark.parametrize("world", [2, 3])
 def test_ways_to_call_it(world):
     for found in pool(world).run(conv_work.scenes):
-        assert len(found) == 6
+        assert len(found) == 5
         for name, error in found.items():
             assert error <= 1e-12, f"{name}: {error}"
 

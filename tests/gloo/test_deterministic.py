@@ -8,10 +8,11 @@ take `delta`, as `reference` does: fused ones take `out` and are given a stand-i
 from home, which rounds dq and dk otherwise.
 """
 
+import numpy as np
 import pytest
 import torch
 
-from longspan import layouts, masks, plan
+from longspan import attention, layouts, masks, plan
 from longspan.testing import run_loopback
 from tests.simulation.network import Network
 
@@ -31,7 +32,7 @@ def run(mask, world, scheme, dtype, kernel="reference", layout="contiguous", tra
     made = plan(
         mask, getattr(layouts, layout)(96, world), q_heads=8, kv_heads=4, head_dim=16, dtype=dtype, scheme=scheme
     )
-    transport = None if transport is None else Network(transport, plans=made.fingerprint, slow=1.0 + transport % 3)
+    transport = None if transport is None else Network(transport, slow=1.0 + transport % 3)
     return run_loopback(made, *inputs(dtype), kernel=kernel, transport=transport)
 
 
@@ -93,3 +94,42 @@ def test_fused_kernels_agree_but_for_what_a_stand_in_rounds(mask):
 def test_other_world_sizes_do_not_agree():
     """Chunks that differ are summed in another order: nobody should expect the same bits there."""
     assert different(*(run(MASKS["causal"], world, "exchange", torch.float32) for world in (1, 4)))
+
+
+# -- Documents that stay whole on one rank -----------------------------------------------------------------------------
+
+LENGTHS = (1, 7, 64, 130, 300, 520, 1100)
+
+
+def whole_documents(lengths, layout):
+    """Spans of the documents that one rank holds all of."""
+    ends = np.cumsum(lengths)
+    for start, stop in zip(ends - lengths, ends, strict=True):
+        if len(set(layout.owner(np.arange(start, stop)).tolist())) == 1:
+            yield int(start), int(stop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
+@pytest.mark.parametrize("scheme", ["ring", "exchange", "all_gather", "all_to_all"])
+def test_a_whole_document_has_the_bits_that_it_has_alone(scheme, kernel, dtype):
+    """In three packings, on one to four ranks, in the layouts of a trainer: output and lse, forward."""
+    draw, num_whole, num_cut = torch.Generator().manual_seed(3), 0, 0
+    own = [[torch.randn(1, h, n, 24, generator=draw).to(dtype) for h in (4, 4, 4)] for n in LENGTHS]
+    alone = [attention(*qkv, masks.causal(), kernel=kernel, return_lse=True) for qkv in own]
+    for world in (1, 2, 4):
+        for make in (layouts.balanced, lambda mask, world_size: layouts.contiguous(mask.seq_len, world_size)):
+            order = torch.randperm(len(LENGTHS), generator=draw).tolist()
+            lengths = [LENGTHS[i] for i in order]
+            mask = masks.documents(lengths) & masks.causal()
+            layout = make(mask, world_size=world)
+            made = plan(mask, layout, q_heads=4, kv_heads=4, head_dim=24, dtype=dtype, scheme=scheme)
+            q, k, v = (torch.cat(parts, 2) for parts in zip(*(own[i] for i in order), strict=True))
+            out, lse, *_ = run_loopback(made, q, k, v, torch.randn(q.shape, generator=draw).to(dtype), kernel=kernel)
+            for start, stop in (spans := list(whole_documents(lengths, layout))):
+                wanted, wanted_lse = alone[LENGTHS.index(stop - start)]
+                assert torch.equal(out[:, :, start:stop], wanted), (world, stop - start)
+                assert torch.equal(lse[:, :, start:stop], wanted_lse), (world, stop - start)
+            num_whole, num_cut = num_whole + len(spans), num_cut + len(lengths) - len(spans)
+    assert num_whole > 20
+    assert num_cut, "every document was whole: the layouts show nothing"

@@ -30,8 +30,12 @@ def test_prefetch_has_one_thread_which_ends_with_the_loop():
         assert during == ["longspan-prefetch_0"]
 
 
-BARS = {"first forward": 2700, "warm forward": 200, "first backward": 3900, "warm backward": 270}
-"""Python calls inside of Longspan over two ranks; the bars of backward are today's counts and a little more."""
+BARS = {
+    "first forward": 2700, "prepared forward": 200, "warm forward": 200,
+    "first backward": 3900, "prepared backward": 270, "warm backward": 270,
+}  # fmt: skip
+"""Python calls inside of Longspan over two ranks; the bars of backward are today's counts and a little more. Prepared:
+the first call of a plan after `plan.prepare(rank, group=group)`."""
 
 
 def test_attention_makes_few_python_calls():

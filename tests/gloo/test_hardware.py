@@ -43,9 +43,9 @@ def test_unknown_devices_are_noted_once_by_one_rank():
     assert "machine=" in notes[0][0]
 
 
-def test_on_cpus_a_group_changes_nothing():
+def test_on_cpus_a_group_plans_for_cpus():
     for is_same, name, is_assumed, exchanged in pool(WORLD).run(hardware_work.on_cpus, timeout=60):
-        assert (is_same, name, is_assumed, exchanged) == (True, "h100", True, False)
+        assert (is_same, name, is_assumed, exchanged) == (False, "cpu", True, False)
 
 
 def test_what_is_no_group_is_refused():

@@ -34,8 +34,8 @@ def tokens_of(size: str) -> int:
 class Site:
     """The fixture `site`: the ranks, and how much to run on them."""
 
-    def __init__(self, ranks: JobRanks, *, quick: bool) -> None:
-        self.ranks, self.quick = ranks, quick
+    def __init__(self, ranks: JobRanks, *, quick: bool, one_gpu: bool = False) -> None:
+        self.ranks, self.quick, self.one_gpu = ranks, quick, one_gpu
         self.machine: Machine | None = None
         """Set by calibration; only that of rank 0 is fitted to whole attention calls."""
         self.found: dict[str, Any] = {}
@@ -47,8 +47,19 @@ class Site:
         return self.ranks.device != "cpu"
 
     @property
+    def on_one_card(self) -> bool:
+        """Whether all ranks share one GPU: over Gloo, in 15 GiB of memory."""
+        return self.one_gpu and self.is_gpu
+
+    @property
+    def half(self) -> torch.dtype:
+        """The half type that this device computes in: GPUs before 8.0 have no bfloat16."""
+        lacks = self.is_gpu and torch.cuda.get_device_capability(self.ranks.device) < (8, 0)
+        return torch.float16 if lacks else torch.bfloat16
+
+    @property
     def sizes(self) -> Sizes:
-        """Sizes of the bfloat16 tensors that times and memory are measured with."""
+        """Sizes of the tensors of two bytes that times and memory are measured with."""
         return Sizes(32, 8, 128, 128, 2) if self.is_gpu else Sizes(8, 4, 64, 64, 2)
 
     @staticmethod
@@ -76,7 +87,7 @@ class Site:
             mask = {"full": masks.full, "causal": masks.causal}[mask_name](tokens)
         return plan(
             mask, layouts.balanced(mask, world_size=self.ranks.size, seq_len=tokens), q_heads=s.q_heads,
-            kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=torch.bfloat16, scheme=scheme,
+            kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=self.half, scheme=scheme,
         )  # fmt: skip
 
     def group(self, backend: str | None = None) -> dist.ProcessGroup:

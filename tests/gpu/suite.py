@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.claims import name_of
+
 FOLDER = Path(__file__).parent
 
 
@@ -23,8 +25,7 @@ class Collector:
             text = dict(report.user_properties).get("found", "")
         elif report.skipped and isinstance(report.longrepr, tuple):
             text = report.longrepr[2]
-        name = report.nodeid.partition("test_")[2].replace(".py::test_", ".")
-        self.found[name] = report.outcome, str(text)
+        self.found[name_of(report.nodeid)] = report.outcome, str(text)
 
 
 def run_suite(*words: str) -> tuple[int, dict[str, tuple[str, str]]]:

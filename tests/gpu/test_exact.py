@@ -20,9 +20,9 @@ from tests.gpu.site import Site
 SHORT, LONG = 96, 320
 """Tokens on CPUs and on GPUs: the oracle computes every pair in float64 on the CPU."""
 BACKENDS = [
-    pytest.param("nccl", id="nccl", marks=pytest.mark.cuda),
-    pytest.param("cpu:gloo,cuda:nccl", id="mixed", marks=pytest.mark.cuda),
-    pytest.param("gloo", id="gloo", marks=pytest.mark.cpu),
+    pytest.param("nccl", id="nccl", marks=[pytest.mark.cuda, pytest.mark.cards]),
+    pytest.param("cpu:gloo,cuda:nccl", id="mixed", marks=[pytest.mark.cuda, pytest.mark.cards]),
+    pytest.param("gloo", id="gloo", marks=pytest.mark.gloo),
 ]
 pytestmark = pytest.mark.ranks(2)
 
@@ -45,7 +45,7 @@ def masks_of(tokens: int) -> dict[str, Mask]:
 
 def dtypes(site: Site) -> tuple[str, ...]:
     """GPUs have one fused kernel for half precision and another for float32."""
-    return ("bfloat16", "float32") if site.is_gpu else ("float32",)
+    return (str(site.half).removeprefix("torch."), "float32") if site.is_gpu else ("float32",)
 
 
 def build_plan(site: Site, mask: Mask, scheme: str, dtype: str, tokens: int | None = None) -> Plan:
@@ -86,7 +86,7 @@ def judge(site: Site, reports: dict[str, Report], prefix: str = "") -> None:
 def test_first_call(site: Site, backend: str) -> None:
     """Ranks without a message must take part in making a group's connections, or the others wait for ever."""
     group, size = site.group(backend), site.ranks.size
-    plan = quiet_plan(size, "bfloat16" if site.is_gpu else "float32")
+    plan = quiet_plan(size, dtypes(site)[0])
     quiet = [r for r in range(size) if not plan.bytes_received(r) and not plan.bytes_received(r, "backward")]
     report = verify_plan(site, plan, group)
     judge(site, {"one document": report}, f"{len(quiet)} ranks without a message; ")
@@ -172,11 +172,11 @@ def test_repeat(site: Site) -> None:
     group, rank, device = site.group(), site.ranks.rank, site.ranks.device
     # enough keys for three blocks of them: two float32 numbers are added to 0 in any order with the same result
     tokens = site.tokens("4k") if site.is_gpu else num_tokens(site)
-    plan = build_plan(site, masks_of(tokens)["documents"], "exchange", "bfloat16", tokens)
+    plan = build_plan(site, masks_of(tokens)["documents"], "exchange", str(site.half).removeprefix("torch."), tokens)
     generator, s = torch.Generator().manual_seed(3), plan.sizes
     slots = plan.layout.num_slots(rank)
     q, k, v, dout = (
-        torch.randn(s.batch, heads, slots, s.head_dim, generator=generator).to(device, torch.bfloat16)
+        torch.randn(s.batch, heads, slots, s.head_dim, generator=generator).to(device, site.half)
         for heads in (s.q_heads, s.kv_heads, s.kv_heads, s.q_heads)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]

@@ -29,7 +29,10 @@ LIMIT = 1.0
 
 
 def plans(site: Site) -> list[tuple[str, Plan]]:
-    return [(mask, site.plan(mask, "256k" if site.is_gpu else "1k")) for mask in ("causal", "documents", "window")]
+    return [
+        (mask, site.plan(mask, ("32k" if site.on_one_card else "256k") if site.is_gpu else "1k"))
+        for mask in ("causal", "documents", "window")
+    ]
 
 
 def one_pass(run: MeasuredRun, group: Any, direction: str, out: Tensor | None) -> Tensor | None:
@@ -91,6 +94,7 @@ def gpu_launches(site: Site, mask: str, plan: Plan) -> dict[str, int]:
     return launches
 
 
+@pytest.mark.cards
 def test_time(site: Site) -> None:
     """The host time of a warm call: on a GPU, the time in which nothing new is queued."""
     if site.is_gpu and site.ranks.size < 2:

@@ -78,7 +78,7 @@ def peak_bytes(site: Site, call: Callable[[], tuple[Tensor, ...]]) -> tuple[tupl
     ],
 )
 def test_peak(site: Site, scheme: str, mask: str) -> None:
-    work = site.plan(mask, "256k" if site.is_gpu else "1k", scheme)
+    work = site.plan(mask, ("32k" if site.on_one_card else "256k") if site.is_gpu else "1k", scheme)
     run, group = MeasuredRun(work, site.ranks), site.group()
     q, k, v = run.inputs
     taken = 0
@@ -114,7 +114,8 @@ def test_batches(site: Site, scheme: str) -> None:
     Tables of plans stay, up to a limit. All other tensors that stay must be smaller than the queries of one batch.
     On CPUs plans have no tables, so their programs also run on meta tensors, which stand for those of a GPU."""
     num = BATCHES["cuda" if site.is_gpu else "cpu"][not site.quick]
-    tokens, group, s = site.tokens("64k") if site.is_gpu else 512, site.group(), site.sizes
+    size = "16k" if site.on_one_card else "64k"
+    tokens, group, s = site.tokens(size) if site.is_gpu else 512, site.group(), site.sizes
     seconds: dict[str, list[float]] = {"new": [], "warm": []}
     slots = 0
     before = held_bytes(site)
@@ -123,7 +124,7 @@ def test_batches(site: Site, scheme: str) -> None:
         mask = masks.documents(packed_lengths(tokens, number)) & masks.causal()
         layout = layouts.balanced(mask, world_size=site.ranks.size, seq_len=tokens)
         work = plan(
-            mask, layout, q_heads=s.q_heads, kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=torch.bfloat16,
+            mask, layout, q_heads=s.q_heads, kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=site.half,
             scheme=scheme,
         )  # fmt: skip
         planned = time.perf_counter() - begin

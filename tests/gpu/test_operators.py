@@ -1,4 +1,5 @@
-"""Kernels alone, each against dense float64: output, lse, dq, dk and dv, surrounded by NaN, without host waits."""
+"""Kernels alone, each against dense float64: output, lse, dq, dk and dv, surrounded by NaN, without host waits.
+Those that move and merge rows against plain operators, in calls over the ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from longspan.api import attention
 from longspan.kernels import Kernel, kernel_named
 from longspan.kernels.contract import TileWork, Upstream
+from longspan.run import fused
 from longspan.tile import KnownTiles, Tile, accumulation_dtype
 from longspan.verification.reference import (
     SAMPLES,
@@ -30,6 +34,7 @@ from longspan.verification.reference import (
 from longspan.verification.report import Check
 from tests.gpu.guard_zones import GuardedMemory
 from tests.gpu.site import Site
+from tests.gpu.test_exact import build_plan, dtypes, masks_of, num_tokens
 
 KERNELS = {
     "cpu_flash": [pytest.mark.cpu],
@@ -154,6 +159,37 @@ def test_kernel(site: Site, name: str, dtype: torch.dtype) -> None:
         pytest.skip(f"refused here: {refused[0]}")
     left = f", {len(refused)} refused on this rank" if refused else ""
     site.record(f"{len(cases)} cases, off by at most {used:.2f} of what rounding explains{left}", used=used)
+
+
+@pytest.mark.cuda
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scheme", ["exchange", "ring", "all_to_all"])
+def test_fused(site: Site, scheme: str) -> None:
+    """Moving rows, merging parts and sums of products by Triton, against plain operators: the same call, both ways."""
+    rank, device, group, used = site.ranks.rank, site.ranks.device, site.group(), 0.0
+    if not fused.is_fused(torch.device(device)):
+        pytest.skip("Triton is not installed")
+    mask = masks_of(num_tokens(site))["documents"]
+    for dtype in dtypes(site):
+        plan, answers = build_plan(site, mask, scheme, dtype), list[list[Tensor]]()
+        generator, s = torch.Generator().manual_seed(11 + rank), plan.sizes
+        q, k, v, dout = (
+            torch.randn(s.batch, heads, plan.layout.num_slots(rank), s.head_dim, generator=generator)
+            for heads in (s.q_heads, s.kv_heads, s.kv_heads, s.q_heads)
+        )
+        inputs = [x.to(device, getattr(torch, dtype)).requires_grad_() for x in (q, k, v)]
+        for by_triton in (True, False):
+            with mock.patch.object(fused, "is_fused", lambda _, answer=by_triton: answer):
+                out, lse = attention(*inputs, plan, group=group, return_lse=True)
+                answers.append([out, lse, *torch.autograd.grad(out, inputs, dout.to(out))])
+        narrow, broad = units(getattr(torch, dtype))
+        for name, found, right in zip(("out", "lse", "dq", "dk", "dv"), *answers, strict=True):
+            budget = float((2 * (broad if name == "lse" else narrow) + MIN_ROUNDINGS * broad) * right.double().norm())
+            error = float((found.double() - right.double()).norm())
+            if not error <= budget:
+                pytest.fail(f"{dtype}: {name} is off by {error:.2e}, and rounding explains {budget:.2e}")
+            used = max(used, error / budget)
+    site.record(f"{', '.join(dtypes(site))}: off by at most {used:.2f} of what rounding explains", used=used)
 
 
 def _refusal(kernel: Kernel, case: OperatorCase, dtype: torch.dtype, device: str) -> str | None:

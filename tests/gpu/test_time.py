@@ -34,7 +34,7 @@ twenty busy processes, links of one memory were up to 4.3 times apart in the bes
 LINK_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 Link = tuple[int, int]
 """Source and target."""
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), pytest.mark.cards]
 
 
 def fastest(site: Site, call: Callable[[], Any], rounds: int = 7) -> float:

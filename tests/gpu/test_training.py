@@ -127,7 +127,6 @@ def test_huggingface(site: Site) -> None:
     from longspan import huggingface
 
     group, device = site.group(), site.ranks.device
-    huggingface.register()
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=HEADS * HEAD_DIM, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=HEADS, num_key_value_heads=1, head_dim=HEAD_DIM, initializer_range=0.17,

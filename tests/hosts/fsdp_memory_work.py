@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan import huggingface
+import longspan.huggingface  # noqa: F401  (registers the attention)
 from tests.hosts.hf_versions import checkpoint_layers
 
 
@@ -45,7 +45,6 @@ def phases(config, tokens, checkpointing):
     import transformers
 
     torch.manual_seed(0)
-    huggingface.register()
     made = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), attn_implementation="longspan"
     )

@@ -64,11 +64,10 @@ def model_of(model_type, attention="longspan", **changes):
     """A model in float64 whose states and gates matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     torch.manual_seed(7)
     config = AutoConfig.for_model(model_type, **{**MODELS[model_type], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
@@ -266,7 +265,6 @@ def refusal(model_type, attention="longspan"):
     from longspan import huggingface
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **OTHERS[model_type]))
     with contextlib.suppress(ValueError):  # rwkv has no attention to name
         model.set_attn_implementation(attention)

@@ -1,7 +1,6 @@
 """Models that are proved at first use over real ranks; importable by name."""
 
 import logging
-import os
 import time
 import warnings
 from functools import partial
@@ -43,11 +42,10 @@ def _far(model, batch, layout="balanced"):
     return max([error(loss, one.detach()), *(error(mine[name], right[name]) / scales[name] for name in right)])
 
 
-def widened(folder):
+def widened():
     """Models that are treated by rules of their own, and how far they are off."""
     import transformers as hf
 
-    os.environ["XDG_CACHE_HOME"] = folder
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ids = text()
     plain = {"input_ids": ids, "labels": ids}
@@ -78,17 +76,16 @@ def widened(folder):
     return found
 
 
-def images(folder):
+def images():
     """Models that see images, and how far they are off: an image lies in one row, over the border between ranks."""
     import transformers as hf
 
-    from longspan import huggingface
-    from longspan.huggingface.check import Form, random_batch, with_labels
-    from longspan.huggingface.tiny import build, tiny_config
+    import longspan.huggingface  # noqa: F401  (registers the attention)
+    from longspan.huggingface.prove.batches import random_batch, with_labels
+    from longspan.huggingface.prove.tiny import build, tiny_config
+    from longspan.huggingface.rules import Form
 
-    os.environ["XDG_CACHE_HOME"] = folder
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     kinds = {
         "Qwen2_5_VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
         "Qwen3VLForConditionalGeneration": ("image_grid_thw", "mm_token_type_ids", "pixel_values"),
@@ -109,41 +106,38 @@ def images(folder):
     return found
 
 
-def first_use(folder):
-    """What happens when a model is used for the first, second and third time: seconds and proofs made on this rank."""
+def first_use():
+    """What happens when a model without an entry is used for the first, second and third time, and one of another
+    width: seconds, proofs made on this rank, rules."""
+    from unittest import mock
+
     import transformers as hf
 
-    from longspan import huggingface
-    from longspan.huggingface import check
     from longspan.huggingface import first_use as place
     from longspan.huggingface.batches import read_batch
+    from longspan.huggingface.prove import check
 
-    os.environ["XDG_CACHE_HOME"] = folder
     counted, prove = [], check.prove
-    check.prove = lambda *args: counted.append(1) or prove(*args)
-    try:
-        batch, found = {"input_ids": text(), "labels": text()}, []
-        config = hf.Qwen3Config(**SIZES)
-        for model in (one := made("Qwen3ForCausalLM", config), one, made("Qwen3ForCausalLM", config)):
+    batch, found = {"input_ids": text(), "labels": text()}, []
+    with (
+        mock.patch.object(place, "find_entry", return_value=None),
+        mock.patch.object(check, "prove", lambda *args: counted.append(1) or prove(*args)),
+    ):
+        one, other = (made("Qwen3ForCausalLM", hf.Qwen3Config(**SIZES)) for _ in range(2))
+        for model in (one, one, other):
             began = time.process_time()
             rules = place.get_rules(model, read_batch(batch), dist.group.WORLD, trust_model=False)
             found.append((time.process_time() - began, len(counted), rules))
-        wider = made("Qwen3ForCausalLM", hf.Qwen3Config(**{**SIZES, "intermediate_size": 64}))
-        huggingface.shard_inputs(wider, batch, dist.group.WORLD)
-        found.append((0.0, len(counted), None))
-    finally:
-        check.prove = prove
     return found
 
 
-def refused(folder):
+def refused():
     """The message about a model that is wrong over ranks; the warning of one that is trusted; its loss then."""
     import transformers as hf
 
     from longspan import huggingface
     from longspan.training import BatchError
 
-    os.environ["XDG_CACHE_HOME"] = folder
     model = made("BartForCausalLM", hf.BartConfig(
         vocab_size=24, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32,
         encoder_attention_heads=4, encoder_ffn_dim=32, pad_token_id=0, is_encoder_decoder=False,

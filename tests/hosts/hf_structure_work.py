@@ -26,11 +26,10 @@ def made(kind, config, training=False):
     """A model that Longspan attends for, the same on every rank."""
     import transformers as hf
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     torch.manual_seed(11)
     kind = getattr(hf, kind) if isinstance(kind, str) else kind
     return kind._from_config(config, attn_implementation="longspan").float().train(training)

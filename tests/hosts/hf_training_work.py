@@ -83,9 +83,8 @@ def model_of(family, attention, **changes):
     from transformers import AutoModelForCausalLM
 
     if attention == "longspan":
-        from longspan import huggingface
+        import longspan.huggingface  # noqa: F401  (registers the attention)
 
-        huggingface.register()
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation=attention)
 

@@ -64,21 +64,18 @@ class Mean(nn.Module):
 
 
 def changed():
-    """What is said of a model that was changed after its first use, in a harmless way and then in others."""
+    """What is said of a model that was changed before its first use, and after it was put back."""
     model, ids = llama(), text()
     layer, said = model.model.layers[0], {}
     inner, layer.mlp = layer.mlp, Mean(layer.mlp)
-    said["at first"] = refusal(step, model, ids)
-    layer.mlp = inner
-    step(model, ids)
-    layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.0))
-    said["token by token"] = refusal(step, model, ids)
-    layer.mlp = Mean(layer.mlp)
     said["a layer of the user's"] = refusal(step, model, ids)
     layer.mlp = inner
-    said["put back"] = refusal(step, model, ids)
-    inner.forward = lambda x: x.mean(1, keepdim=True).expand_as(x)
+    forward = inner.forward
+    inner.forward = lambda x: forward(x) + x.mean(1, keepdim=True)
     said["another forward"] = refusal(step, model, ids)
+    del inner.forward
+    layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.0))
+    said["token by token"] = refusal(step, model, ids)
     return said
 
 

@@ -52,11 +52,10 @@ def config(family, **changes):
 def model_of(family, attention="eager", **changes):
     from transformers import AutoModelForCausalLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    huggingface.register()
     torch.manual_seed(7)
     return AutoModelForCausalLM.from_config(config(family, **changes), attn_implementation=attention).float().train()
 

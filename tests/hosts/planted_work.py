@@ -1,6 +1,5 @@
 """What planted models compute over real ranks, beside one device; importable by name."""
 
-import os
 import warnings
 
 import torch
@@ -16,10 +15,9 @@ EVALUATED = "mean in evaluation"
 
 def model_of(entry):
     """In float64, with no weight zero, as after some training; the same on every rank."""
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
     torch.set_num_threads(1)
-    huggingface.register()
     torch.manual_seed(5)
     model = entry.kind._from_config(entry.settings(), dtype=torch.float64)
     with torch.no_grad():
@@ -79,17 +77,16 @@ def error_over_ranks(entry, form, trust):
     return worst
 
 
-def by_number(which, number, form, cache, trust):
+def by_number(which, number, form, trust):
     """As `error_over_ranks`, of an entry of FAULTS or TWINS: classes made by functions do not travel."""
     from tests.hosts import planted
 
-    os.environ["XDG_CACHE_HOME"] = cache
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return error_over_ranks(getattr(planted, which)[number], form, trust)
 
 
-def broken_proof(cache):
+def broken_proof():
     """What is said where the proof itself raises."""
     from unittest import mock
 
@@ -99,10 +96,9 @@ def broken_proof(cache):
     def broken(*_):
         raise RuntimeError("it broke")
 
-    os.environ["XDG_CACHE_HOME"] = cache
     model = model_of(planted.TWINS[0])
     model.set_attn_implementation("longspan")
-    with mock.patch("longspan.huggingface.check.prove", broken):
+    with mock.patch("longspan.huggingface.prove.check.prove", broken):
         try:
             huggingface.shard_inputs(model, batch_for("plain"), dist.group.WORLD)
         except Exception as error:

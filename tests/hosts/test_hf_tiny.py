@@ -13,7 +13,7 @@ from tests.hosts.hf_published import PUBLISHED, config_of, model_class
 
 pytest.importorskip("transformers")
 
-from longspan.huggingface.tiny import CannotShrinkError, build, special_tokens, tiny_config
+from longspan.huggingface.prove.tiny import CannotShrinkError, build, special_tokens, tiny_config
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 DEFAULTS = (

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from longspan import huggingface
+import longspan.huggingface  # noqa: F401  (registers the attention)
 from longspan.huggingface.structure import transformers_version
 from longspan.sizing import FAMILIES, AttentionBytes, Recipe, TrainingStep, sizes_of, step_memory
 from longspan.sizing.memory import why_no_lora
@@ -112,7 +112,6 @@ def stubbed(monkeypatch, model):
 
 def measured(monkeypatch, name, dtype, tokens=64, **more):
     """Bytes per token of the layers of one period: those of a model of two periods without those of one."""
-    huggingface.register()
     period = TINY[name][0]
     ids, both = torch.randint(3, 90, (1, tokens)), []
     for periods in (1, 2):
@@ -147,7 +146,6 @@ DENSE = [name for name in TINY if why_no_lora(sizes_of(config_of(name))) is None
 def test_adapters_are_those_of_peft(monkeypatch, name):
     """Every parameter of adapters of all linear layers, and what layers keep beside frozen weights."""
     peft = pytest.importorskip("peft")
-    huggingface.register()
     ids, both = torch.randint(3, 90, (1, 64)), []
     for periods in (1, 2):
         made_of = made(name, TINY[name][0] * periods)
@@ -180,7 +178,6 @@ def most(model, tokens):
 def test_the_backward_of_a_checkpointed_layer(monkeypatch, name, chunks):
     """What one more token adds to the peak of a model of one layer, whole and with MLPs and norms in chunks."""
     torch.manual_seed(0)
-    huggingface.register()
     config = made(name, 1)
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="longspan", dtype=torch.bfloat16

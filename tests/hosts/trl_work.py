@@ -32,9 +32,8 @@ def saved_model(folder, name, cp_size=None, layers=2, seed=0):
 
     attention = "longspan" if is_split(cp_size) else "eager"
     if attention == "longspan":
-        from longspan import huggingface
+        import longspan.huggingface  # noqa: F401  (registers the attention)
 
-        huggingface.register()
     path = Path(folder) / name
     if not (path / "config.json").exists() and dist.get_rank() == 0:
         kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
@@ -272,9 +271,8 @@ def experts(folder, name, cp_size=None):
 
     with quiet():
         if is_split(cp_size):
-            from longspan import huggingface
+            import longspan.huggingface  # noqa: F401  (registers the attention)
 
-            huggingface.register()
         sizes = {**SIZES, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
         config = hf.Qwen3MoeConfig(**sizes, eos_token_id=1, pad_token_id=0)
         torch.manual_seed(0)

@@ -11,9 +11,8 @@ def model_of(model_type, attention):
     """A tiny model whose layers do nothing but attend."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from longspan import huggingface
+    import longspan.huggingface  # noqa: F401  (registers the attention)
 
-    huggingface.register()
     torch.manual_seed(5)
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = AutoConfig.for_model(

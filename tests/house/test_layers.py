@@ -25,6 +25,7 @@ LAYERS = {
     "masks": 1,
     "layouts": 2,
     "planning": 3,
+    "derivatives": 4,
     "device_tables": 4,
     "tile": 4,
     "validate": 5,

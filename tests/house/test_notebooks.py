@@ -59,7 +59,7 @@ def test_a_notebook_that_fails_is_seen(nbformat, tmp_path, monkeypatch):
 
 
 def test_notebooks_are_small(nbformat):
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 3
     for name in NOTEBOOKS:
         assert (FOLDER / name).stat().st_size < 300_000
         text = (FOLDER / name).read_text()

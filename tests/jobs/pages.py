@@ -47,7 +47,7 @@ EXAMPLES = {
 ARGUMENTS = dict.fromkeys(("grpo_fsdp2", "qwen3_256k", "qwen3_256k_trl"), ("--smoke",))
 # torchtitan's needs a registered config of a GPU run; `tests/gpu` takes minutes, and gloo/test_gpu_suite.py runs it;
 # benchmarks measure minutes; the others in the pages are files, which are blocks above.
-LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|acceptance|tests/gpu|benchmarks")
+LEFT_OUT = re.compile(r"torchtitan|\.py\b|^\d+$|machine\.json|tests/gpu|benchmarks")
 
 
 def blocks() -> list[tuple[str, int, str]]:

@@ -247,17 +247,13 @@ def captured_gradients_not_added_up(patch):
 def captured_elements_met_twice_count_once(patch):
     """A number that many pairs of a tile use gets the gradient of one of them."""
 
-    add = scores.Totals.add
+    def once(self, number, rows, gradients):
+        total = self.sums[number].view(-1, gradients.shape[1])
+        found = torch.zeros_like(total)
+        found[rows] = gradients.to(total.dtype)
+        total += found
 
-    def once(self, number, gradient):
-        if gradient.is_sparse:
-            rows, values = gradient._indices()[0], gradient._values()
-            total = torch.zeros(gradient.shape, dtype=gradient.dtype)
-            total[rows] = values
-            gradient = total.view(self.sums[number].shape)
-        add(self, number, gradient)
-
-    patch.setattr(scores.Totals, "add", once)
+    patch.setattr(scores.Totals, "add_rows", once)
 
 
 @mutant

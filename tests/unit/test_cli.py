@@ -286,7 +286,7 @@ def test_show_prints_text_and_json(longspan, answer, what, said):
 @pytest.mark.parametrize("what", ["mask", "layout", "timeline", "memory"])
 def test_show_writes_pictures(longspan, tmp_path, what):
     pytest.importorskip("matplotlib")
-    starts = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>"}
+    starts = {"png": b"\x89PNG", "html": b"<!DOCTYPE html>"}
     for kind, start in starts.items():
         path = tmp_path / f"picture.{kind}"
         code, out, _ = longspan("show", what, *DOCS, "--out", str(path), "--title", "<b>")
@@ -338,7 +338,7 @@ REFUSALS = [
     ("show mask", "--docs causal needs a length"),
     ("show mask --seq 8k --scheme ring", "a mask is the same with every scheme"),
     ("show layout --seq 8k --keep", "a layout is the same with every scheme"),
-    ("show mask --seq 8k --out mask.pdf", "--out: the name must end in .png or .svg or .html, but got 'mask.pdf'."),
+    ("show mask --seq 8k --out mask.pdf", "--out: the name must end in .png or .html, but got 'mask.pdf'."),
     ("show mask --seq 8k --out /nowhere/at/all.png", "there is no directory '/nowhere/at'. Create it first."),
     ("show memory --seq 8k --limit-bytes 20G", "--limit-bytes needs a picture"),
     ("show mask --seq 8k --out a.png --limit-bytes 1G", "--limit-bytes needs a picture"),

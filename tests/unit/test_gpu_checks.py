@@ -15,6 +15,7 @@ from longspan.cli.launch import JobRanks
 from longspan.kernels import cuda_sdpa, kernel_named
 from longspan.kernels.cuda_flash import Flash
 from tests.gpu import (
+    claims,
     facts,
     guard_zones,
     programs,
@@ -167,7 +168,7 @@ def test_operands_lie_in_nan(layout):
     assert whole[-GUARD:].isnan().all()
 
 
-@pytest.mark.parametrize("module", [facts, guard_zones, programs, site, test_exact, test_memory])
+@pytest.mark.parametrize("module", [claims, facts, guard_zones, programs, site, test_exact, test_memory])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -181,7 +182,10 @@ def collected(monkeypatch):
 
     def names(device, *words):
         ranks = JobRanks(0, 1, 1, "nccl" if device == "cuda:0" else "gloo", device)
+        if "--one-gpu" in words:
+            ranks = replace(ranks, backend="gloo")
         monkeypatch.setattr(tests.gpu.conftest, "join_ranks", lambda _: contextlib.nullcontext(ranks))
+        monkeypatch.setattr(tests.gpu.conftest, "join_one_card", lambda: contextlib.nullcontext(ranks))
         plugin = Collected()
         quiet = ("-p", "no:terminal", "-p", "no:faulthandler", "-p", "no:unraisableexception", "--collect-only")
         assert pytest.main([str(FOLDER), *words, *quiet], plugins=[plugin]) == 0
@@ -192,7 +196,7 @@ def collected(monkeypatch):
 
 class Collected:
     def pytest_collection_finish(self, session):
-        self.names = [item.nodeid.partition("test_")[2].replace(".py::test_", ".") for item in session.items]
+        self.names = [claims.name_of(item.nodeid) for item in session.items]
 
 
 def test_a_gpu_collects_every_kernel_and_both_kinds_of_group(collected):
@@ -202,9 +206,27 @@ def test_a_gpu_collects_every_kernel_and_both_kinds_of_group(collected):
     exact = [name for name in names if name.startswith("exact.")]
     assert exact[:2] == ["exact.first_call[first_call.nccl]", "exact.first_call[first_call.mixed]"]
     assert {"exact.group[group.nccl]", "exact.group[group.mixed]", "time.workload[causal.1M]"} <= set(names)
-    found = {name.partition("[")[2].partition(".")[0] for name in names if name.startswith("operators.")}
+    found = {name.partition("[")[2].partition(".")[0] for name in names if name.startswith("operators.kernel")}
     assert found == set(kernels._KERNELS) - {"cpu_flash"}
     assert {f"long.kernel[{name}]" for name in ("fa3", "fa4", "cudnn_varlen", "varlen")} <= set(names)
+
+
+def test_one_card_runs_gloo_in_the_place_of_nccl(collected):
+    names = set(collected("cuda:0", "--one-gpu"))
+    assert names - set(collected("cuda:0")) == {"exact.first_call[first_call.gloo]", "exact.group[group.gloo]"}
+
+
+def test_every_test_stands_for_a_claim(collected):
+    names = [*collected("cpu"), *collected("cuda:0"), *collected("cuda:0", "--one-gpu")]
+    assert {claims.claim_of(name) for name in names} == set(claims.CLAIMS)
+
+
+def test_a_claim_is_wrong_if_one_of_its_tests_is():
+    ended = {"long.sampled[ring]": ("passed", ""), "long.kernel[fa3]": ("skipped", "Skipped: it is not installed")}
+    word = lambda more: next(v for v in claims.verdicts(ended | more) if v.claim.startswith("long")).word  # noqa: E731
+    assert word({}) == "right"
+    assert word({"long.sampled[exchange]": ("failed", "dk is off")}) == "wrong"
+    assert word({"long.sampled[ring]": ("left out", "left out by --quick")}) == "not run"
 
 
 def test_the_quick_run_has_some_of_every_file(collected):
@@ -311,6 +333,10 @@ class GpuSite(Site):
     @property
     def is_gpu(self):
         return True
+
+    @property
+    def half(self):
+        return torch.bfloat16
 
     @property
     def sizes(self):

@@ -15,7 +15,7 @@ from torch import nn
 import longspan as ls
 from longspan.errors import LongspanError, PlanError
 from longspan.run.simulated import NotSimulatedError, simulate
-from longspan.training import BatchError, check_same, gather_outputs, relayout, shard_batch, token_loss, watch
+from longspan.training import BatchError, check_same, gather_outputs, relayout, shard_batch, token_loss
 from longspan.verification import prove_model, verify, verify_model
 from tests.score_cases import any_layout
 
@@ -631,12 +631,7 @@ def test_calls_that_need_processes_say_so():
     layout = ls.layouts.zigzag(8, 2)
     plan = ls.plan(ls.masks.causal(), layout, q_heads=1, kv_heads=1, head_dim=4, dtype="float32")
 
-    def watched(rank):
-        with watch(rank):
-            pass
-
     for call in (
-        watched,
         lambda rank: verify(lambda q, k, v: q, None, plan, group=rank),
         lambda rank: verify_model(Model(), drawn(), local=local, whole=whole, layout=layout, group=rank),
     ):

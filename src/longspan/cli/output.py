@@ -37,9 +37,9 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 def to_write(*endings: str) -> Callable[[str], Path]:
     """Return an argument type: the name of a file that can be written, with one of these endings.
 
-    >>> to_write(".svg", ".png")("curves.pdf")
+    >>> to_write(".html", ".png")("curves.pdf")
     Traceback (most recent call last):
-    argparse.ArgumentTypeError: the name must end in .svg or .png, but got 'curves.pdf'.
+    argparse.ArgumentTypeError: the name must end in .html or .png, but got 'curves.pdf'.
     """
 
     def parse(text: str) -> Path:

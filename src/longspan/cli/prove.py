@@ -3,23 +3,29 @@
   longspan prove llama                         # a model type, with its default configuration
   longspan prove checkpoints/my-model          # a folder with a config.json, or that file
   longspan prove bert --task masked --forms plain,padded
+  longspan prove checkpoints/my-model --add    # and add its rules to those that are installed
+  longspan prove --all                         # all families of transformers, against the installed rules
 
-A tiny copy of the configuration runs whole and over simulated ranks; loss and all gradients are compared. The result is
-cached for training, which runs the same check when a model is first used.
+A tiny copy of the configuration runs whole and over simulated ranks; loss and all gradients are compared. Models whose
+rules are installed (`longspan/huggingface/rules.json`) start training without a proof; for others the same proof runs
+in the process.
 
-Exit code 1: some form of batch is refused.
+Exit code 1: some form of batch is refused, or --all found other rules than those that are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.cli.output import Row, describe_missing, did_you_mean, print_json, print_table, print_text, progress
 from longspan.errors import LongspanError, PlanError
 
-FORMS = ("plain", "padded", "packed")
+if TYPE_CHECKING:
+    from longspan.huggingface.prove.check import Proof
+
+FORMS = ("plain", "padded", "padded left", "packed", "unlabeled")
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -30,47 +36,86 @@ TASKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL_OR_CONFIG", help="a model type, a folder, or a config.json")
+    parser.add_argument("model", metavar="MODEL_OR_CONFIG", nargs="?", help="a model type, a folder, or a config.json")
+    parser.add_argument("--all", action="store_true", help="prove all families (half an hour)")
     parser.add_argument("--task", choices=TASKS, help="the head (that of the configuration, else causal)")
     parser.add_argument(
         "--forms", default=",".join(FORMS), help=f"kinds of batches, with commas between: {', '.join(FORMS)} (all)"
     )
-    parser.add_argument("--again", action="store_true", help="ignore a cached result")
+    parser.add_argument("--add", action="store_true", help="write what was proved into the installed rules")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.all == (args.model is not None):
+        raise PlanError("prove needs MODEL_OR_CONFIG or --all, and not both.")
+    if args.all:
+        return _prove_all(args)
     names = [name.strip() for name in args.forms.split(",")]
     unknown = [name for name in names if name not in FORMS]
     if unknown:
         raise PlanError(f"--forms must be of {', '.join(FORMS)}, but got {args.forms}.")
     config = _config(args.model)
     kind = _class(config, args.task)
-    answers: dict[str, dict[str, Any]] = {}
+    proofs: dict[str, Proof] = {}
     advance = progress(args, f"checking {kind.__name__}")
     for name in names:
         advance(name)
-        answers[name] = _answer(kind, config, name, args.model, args.again)
+        proofs[name] = _prove(kind, config, name, args.model)
+    if args.add:
+        _add(kind, config, proofs)
+    answers = {name: _describe(proof) for name, proof in proofs.items()}
     if args.json:
         print_json("prove", {"model": kind.__name__, "forms": answers})
     else:
         _show(kind.__name__, answers)
-    return 0 if all(answer["ok"] for answer in answers.values()) else 1
+    return 0 if all(proof.ok for proof in proofs.values()) else 1
 
 
-def _answer(kind: type, config: Any, name: str, source: str, again: bool) -> dict[str, Any]:
-    from longspan.huggingface.check import Form
-    from longspan.huggingface.first_use import check_path, load_or_run_check
+def _prove_all(args: argparse.Namespace) -> int:
+    """Prove all families, and print what is different in the installed rules."""
+    _import_transformers()
+    from longspan.huggingface.prove.table import differences, prove_all
+    from longspan.huggingface.rules import PATH, read_table
 
-    form = {
-        "plain": Form(),
-        "padded": Form(padding="right"),
-        "packed": Form(packed="position_ids", positions=True),
-    }[name]
+    table = prove_all(progress(args, "proving"))
+    found = differences(table.as_dict(), read_table())
+    if args.add:
+        table.write(PATH)
+    if args.json:
+        print_json("prove", {"models": len(table.models), "different": found})
+    else:
+        print_text(f"{len(table.models)} models are exact over ranks; {len(found)} entries are different.")
+        for line in found:
+            print_text(line)
+    return 1 if found else 0
+
+
+def _add(kind: type, config: Any, proofs: dict[str, Proof]) -> None:
+    from longspan.huggingface.prove import families
+    from longspan.huggingface.prove.table import Table
+    from longspan.huggingface.rules import PATH, Entry, read_table
+
+    table = Table().read(read_table())
+    for name, proof in proofs.items():
+        if proof.ok:
+            table.add(kind, config, families.FORMS[name], Entry(proof.rules, proof.classes))
+    table.write(PATH)
+
+
+def _describe(proof: Proof) -> dict[str, Any]:
+    return {
+        "ok": proof.ok, "model": proof.model, "form": proof.form, "reason": proof.reason, "error": f"{proof.error:.1e}",
+        "seconds": round(proof.seconds, 2), "rules": proof.rules.as_json(), "classes": list(proof.classes),
+    }  # fmt: skip
+
+
+def _prove(kind: type, config: Any, name: str, source: str) -> Proof:
+    from longspan.huggingface.prove import families
+    from longspan.huggingface.prove.check import prove
+
     try:
-        if again:
-            check_path(kind, config, form).unlink(missing_ok=True)
-        return load_or_run_check(kind, config, form)
-    except (LongspanError, OSError):
+        return prove(kind, config, families.FORMS[name])
+    except LongspanError:
         raise
     except Exception as error:  # from its class, or from our tiny copy of it
         raise PlanError(
@@ -84,12 +129,18 @@ def _one_line(error: Exception) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _config(source: str) -> Any:
-    """Return the configuration in a directory or file, or of a model type."""
+def _import_transformers() -> None:
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig
+        import transformers  # noqa: F401
     except ImportError as error:
         raise PlanError("prove needs transformers, which is not installed. Run: pip install transformers.") from error
+
+
+def _config(source: str) -> Any:
+    """Return the configuration in a directory or file, or of a model type."""
+    _import_transformers()
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     place = Path(source)
     if place.exists():
         try:

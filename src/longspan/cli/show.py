@@ -1,4 +1,4 @@
-"""Pictures of a mask, a layout, a plan's timeline or its memory: as text here, or as a PNG, SVG or HTML file.
+"""Pictures of a mask, a layout, a plan's timeline or its memory: as text here, or as a PNG or HTML file.
 
   longspan show mask --docs 700,1200,148 --ranks 4
   longspan show timeline --seq 1M --docs longtail --ranks 8 --out timeline.png
@@ -30,8 +30,8 @@ WIDTH = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=WHAT, help="what to show")
-    text = "write the picture as .png, .svg or .html (needs matplotlib)"
-    parser.add_argument("--out", type=to_write(".png", ".svg", ".html"), metavar="FILE", help=text)
+    text = "write the picture as .png or .html (needs matplotlib)"
+    parser.add_argument("--out", type=to_write(".png", ".html"), metavar="FILE", help=text)
     parser.add_argument("--title", help="the title of the picture")
     text = "bytes that a device has left for attention, such as 20G: a line in the picture of memory"
     parser.add_argument("--limit-bytes", type=count, help=text)

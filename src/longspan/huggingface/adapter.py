@@ -1,41 +1,34 @@
 """The facts about one model that every step needs, collected once by walks over its modules and classes.
 
-The adapter is an attribute of the model, since it refers to the model's modules: both are freed together. A new adapter
-replaces it when a module, a forward or a hook has changed (LoRA, FSDP, a hook of the user): a step compares lists of
-addresses, and walks over no modules.
+The adapter is an attribute of the model, since it refers to the model's modules: both are freed together. It is made
+before the first sharded step; what changes in a model after that is not looked for.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import cached_property
-from itertools import chain
-from operator import methodcaller
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from longspan._torch import children_of, global_hooks, hooks_of
 from longspan.huggingface import hooks
 from longspan.huggingface.head import watch_head, why_logits
 from longspan.huggingface.masks import Kind, LayerMask
 from longspan.huggingface.mixers import check_mixers, is_hybrid, needs, route
-from longspan.huggingface.structure import Rules, masks_by_kind, num_layers, padding_id, shows_positions
+from longspan.huggingface.rules import Rules
+from longspan.huggingface.structure import masks_by_kind, modules_of, num_layers, padding_id, shows_positions
 from longspan.training import BatchError
 
 _ATTRIBUTE = "_longspan_adapter"
-_values, _own_forward = methodcaller("values"), methodcaller("get", "forward")
 
 
-def adapter_of(model: nn.Module, *, compare: bool = True) -> ModelAdapter:
-    """Return the adapter of a model of transformers, a new one if its modules or hooks have changed.
-
-    `compare=False` is for calls shortly after another one: changes are not looked for.
-    """
+def adapter_of(model: nn.Module) -> ModelAdapter:
+    """Return the adapter of a model of transformers."""
     adapter = vars(model).get(_ATTRIBUTE)
-    if adapter is None or adapter.ref() is not model or (compare and adapter.state() != adapter.recorded):
+    if adapter is None or adapter.ref() is not model:
         adapter = vars(model)[_ATTRIBUTE] = ModelAdapter(model)
     return adapter
 
@@ -45,7 +38,6 @@ class ModelAdapter:
 
     def __init__(self, model: nn.Module) -> None:
         self.ref = ref(model)
-        self._modules = list(model.modules())[1:]  # without the model itself, which would be a reference cycle
         self._has_checked_mixers = False
         self._installed: set[Any] = set()
         self._reasons: dict[Any, str] = {}
@@ -54,7 +46,8 @@ class ModelAdapter:
         """Whether rotary embeddings depend on the largest position."""
         self.geometries: dict[Any, Any] = {}
         """Layouts, masks and plans of the latest batches without documents and padding, by their size."""
-        self.record()
+        self.rules: dict[Any, Rules] = {}
+        """Rules by form of batches and group."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model has no adapter."""
@@ -73,26 +66,11 @@ class ModelAdapter:
             check_mixers(self.model)
             self._has_checked_mixers = True
 
-    def state(self) -> tuple[Any, ...]:
-        """Return the class, children, own forward and hooks of every module, and hooks for all modules, by address."""
-        modules = (self.ref(), *self._modules)
-        tables = [
-            *map(children_of, modules),
-            *chain.from_iterable(map(hooks_of, modules)),
-            *global_hooks(torch.nn.modules.module),
-        ]
-        return (
-            list(map(type, modules)),
-            list(map(id, map(_own_forward, map(vars, modules)))),
-            list(map(len, tables)),
-            list(map(id, chain.from_iterable(map(_values, tables)))),
-        )
-
-    def record(self) -> None:
-        """Accept the modules and hooks as they are now."""
-        self.recorded = self.state()
-
     # -- Facts ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
 
     @cached_property
     def is_hybrid(self) -> bool:
@@ -106,7 +84,7 @@ class ModelAdapter:
 
     @cached_property
     def num_layers(self) -> int:
-        return num_layers(self.model, self.model.config.get_text_config())
+        return num_layers(self.model, self.text_config)
 
     @cached_property
     def padding_id(self) -> int | None:
@@ -137,7 +115,7 @@ class ModelAdapter:
             kinds: list[Kind] = [("full",)]
         else:
             if not all(isinstance(mask, LayerMask) for mask in masks):
-                raise BatchError("transformers' masks for this model must be Longspan's. Call register() first.")
+                raise BatchError("transformers' masks for this model must be Longspan's. Import longspan.huggingface.")
             kinds = sorted({mask.kind or ("full",) for mask in masks}, key=repr)
         self._kinds = before, kinds
         return kinds
@@ -150,7 +128,6 @@ class ModelAdapter:
             reason = why_logits(model, rules)
             if not reason:
                 watch_head(model, rules)
-                self.record()
             self._reasons[key] = reason
         return self._reasons[key]
 
@@ -161,7 +138,7 @@ class ModelAdapter:
         model = self.model
         if rules not in self._installed:
             if not self._installed:
-                hooks.route_losses({sys.modules[type(part).__module__] for part in (model, *self._modules)})
+                hooks.route_losses({sys.modules[type(part).__module__] for part in modules_of(model)})
                 hooks.hide_sequence(hooks.vision_encoders(model))
                 self.depends_on_largest = hooks.watch_rotary(model)
                 if self.is_hybrid:
@@ -171,6 +148,5 @@ class ModelAdapter:
                 hooks.watch_body(model, rules.body, rules.joined)
             hooks.listen(model, model.base_model)
             self._installed.add(rules)
-            self.record()
         if wrapper is not None and wrapper is not model:
             hooks.listen(wrapper)

@@ -140,8 +140,8 @@ def _default_mask(module: Any, q: Tensor, k: Tensor, options: LayerOptions) -> M
     if options.window is not None or q.shape[2] != k.shape[2] or (is_causal and options.is_causal is None):
         raise MaskError(
             f"{type(module).__name__} passed no mask. Transformers does this if the attention function is registered"
-            f" without its mask function, and padding, windows and packing are lost. Call"
-            f" longspan.huggingface.register(), which registers both, and name it 'longspan'."
+            f" without its mask function, and padding, windows and packing are lost. Name it"
+            f" 'longspan', which has both."
         )
     return causal() if is_causal else full()
 

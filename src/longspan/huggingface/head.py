@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from longspan._torch import hooks_of
 from longspan.huggingface.masks import current
-from longspan.huggingface.structure import Rules, has_hook, own_class
+from longspan.huggingface.rules import Rules
+from longspan.huggingface.structure import has_hook, own_class
 from longspan.training import BatchError, Head, token_logprobs, token_loss
 
 OutputKind = Literal["loss", "logits", "scores"]

@@ -20,10 +20,10 @@ from longspan.derivatives import FirstDerivative
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import LABELS, PACKED, check_arguments
 from longspan.huggingface.head import replace_values
-from longspan.huggingface.masks import LAST_FORWARD, current, enter, leave
+from longspan.huggingface.masks import current, enter, leave
 from longspan.huggingface.mixers import text_part
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.structure import has_hook
+from longspan.huggingface.structure import has_hook, modules_of
 from longspan.run.simulated import SimulatedRank
 from longspan.tile import accumulation_dtype
 from longspan.training import BatchError
@@ -53,7 +53,7 @@ def _register(
 def watch_rotary(model: nn.Module) -> bool:
     """Return whether rotary embeddings of the model depend on the largest position, and register hooks on those."""
     depends = False
-    for module in model.modules():
+    for module in modules_of(model):
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in kinds):
@@ -237,7 +237,6 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = kwargs.get(NAME)
     running = sequence if sequence is not None else current()
     enter(running)
-    LAST_FORWARD.checks_hooks = getattr(running, "checks_hooks", False)
     if getattr(running, "at_head", None) is not None and running.rules.loss == "own" and module is running.model():
         running.at_head.begin(kwargs)
     if not isinstance(sequence, ShardedSequence):
@@ -291,9 +290,11 @@ def vision_encoders(model: nn.Module) -> list[nn.Module]:
     from transformers import PreTrainedModel
 
     text = text_part(model)
-    inside = {id(part) for part in text.modules()}
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel) and id(module) not in inside]
-    return [module for module in models if not any(part is text for part in module.modules())]
+    inside = {id(part) for part in modules_of(text)}
+    models = [
+        module for module in modules_of(model) if isinstance(module, PreTrainedModel) and id(module) not in inside
+    ]
+    return [module for module in models if not any(part is text for part in modules_of(module))]
 
 
 def hide_sequence(encoders: Iterable[nn.Module]) -> None:

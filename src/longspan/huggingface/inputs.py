@@ -1,10 +1,10 @@
 """`attn_implementation="longspan"` for models of Hugging Face transformers, on one device and over ranks.
 
-`register()` once; then models that use transformers' attention interface take the name. On one device nothing else
-changes: masks, windows, packing, soft caps, sinks, caches and `generate()` mean the same as with "eager". Over ranks,
-`shard_inputs` turns a whole batch into this rank's arguments of `model(...)`, by the rules that the check of the model
-found. Attention is exact for any model; the rest of the model decides whether it can run over ranks: layers that mix
-tokens by other means, positions that a rank counts from its own first token, losses that are no sum over tokens.
+Importing the package registers the name, for models that use transformers' attention interface. On one device nothing
+else changes: masks, windows, packing, soft caps, sinks, caches and `generate()` mean the same as with "eager". Over
+ranks, `shard_inputs` turns a whole batch into this rank's arguments of `model(...)`, by the rules of the model.
+Attention is exact for any model; the rest of the model decides whether it can run over ranks: layers that mix tokens by
+other means, positions that a rank counts from its own first token, losses that are no sum over tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from longspan.huggingface.batches import IGNORE, is_between, read_batch
 from longspan.huggingface.first_use import get_rules
 from longspan.huggingface.masks import LayerMask
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.sharding import Sharding, build_arguments, check_model, register
+from longspan.huggingface.sharding import Sharding, build_arguments, check_model
 from longspan.layouts import Layout
 from longspan.training import BatchError
 from longspan.training.groups import all_summed, process_group
 from longspan.training.loss import ValueWithGradOf
 from longspan.validate import Group
 
-__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "register", "shard_for_logprobs", "shard_inputs"]
+__all__ = ["NAME", "LayerMask", "ShardedSequence", "full_loss", "shard_for_logprobs", "shard_inputs"]
 
 
 def shard_inputs(
@@ -44,9 +44,9 @@ def shard_inputs(
 ) -> dict[str, Any]:
     """Return this rank's arguments: `model(**shard_inputs(model, batch, mesh["cp"]))`.
 
-    A model is checked when it is first used: rank 0 makes a tiny copy of its configuration, runs it whole and split
-    over simulated ranks, and compares loss and gradients. That takes seconds, once: the result is stored on disk, and
-    broadcast to the other ranks. A model that would compute something else over ranks is refused.
+    Models run by rules. Those of the families that were proved ship with the package. For any other, rank 0 makes a
+    tiny copy of its configuration when it is first used, runs it whole and split over simulated ranks, and compares
+    loss and gradients, which takes seconds. A model that would compute something else over ranks is refused.
 
     Documents are detected as in transformers: in `position_ids` that do not go on by one (without an
     `attention_mask`), in `cu_seq_lens_q`, or in `seq_idx`. `loss` of the model's output is this rank's share: shares
@@ -141,12 +141,10 @@ def full_loss(loss: Tensor, inputs: Mapping[str, Any], *, gradients: str = "sum"
 def _shard(model: Any, batch: Mapping[str, Any], group: Any, options: Sharding, trust_model: bool) -> dict[str, Any]:
     inner = check_model(model, batch)
     info = read_batch(batch)
-    if is_between(info.padding) and adapter_of(inner, compare=False).is_hybrid:
+    if is_between(info.padding) and adapter_of(inner).is_hybrid:
         raise BatchError(
             "attention_mask must not have padding between real tokens for this model, whose recurrences would carry"
             " their state across it. Move padding to the front or the end of each row."
         )
     rules = get_rules(inner, info, group, trust_model)
-    part = build_arguments(inner, info, group, rules, options, model)
-    part[NAME].checks_hooks = not trust_model
-    return part
+    return build_arguments(inner, info, group, rules, options, model)

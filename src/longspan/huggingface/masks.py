@@ -310,16 +310,6 @@ def document_chunk_mask(size: int, positions: NDArray[Any]) -> Mask:
 _RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("longspan_sequences", default=())
 
 
-class LastForward:
-    """State of the last forward pass in any thread: backward runs in threads of its own."""
-
-    checks_hooks = False
-    """Whether it ran over ranks with a checked model, so that hooks of users must not change anything."""
-
-
-LAST_FORWARD = LastForward()
-
-
 def current() -> Any:
     """Return the sequence of the innermost running model, or None."""
     running = _RUNNING.get()

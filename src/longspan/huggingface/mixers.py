@@ -23,7 +23,7 @@ from longspan.errors import KernelError
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.masks import runs
 from longspan.huggingface.sequence import ShardedSequence
-from longspan.huggingface.structure import check_hybrid, method_code
+from longspan.huggingface.structure import check_hybrid, method_code, modules_of, named_modules
 from longspan.recurrences import gated_delta_rule, scan_plan, ssd
 from longspan.training import BatchError
 
@@ -177,7 +177,7 @@ def _run_over_ranks(name: str, mixer: Mixer, sequence: ShardedSequence, args: An
 
 def route(model: nn.Module) -> None:
     """Replace, once, the functions that the model's classes call by name."""
-    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+    for module in {sys.modules[type(part).__module__] for part in modules_of(model)}:
         if not module.__name__.startswith("transformers.models."):
             continue
         for name, mixer in MIXERS.items():
@@ -207,18 +207,18 @@ def mixes(kind: type) -> frozenset[str]:
 
 def is_hybrid(model: nn.Module) -> bool:
     """Return whether any layer calls other mixers than attention."""
-    return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in set(map(type, model.modules())))
+    return any(mixes(kind) - {"ALL_ATTENTION_FUNCTIONS"} for kind in set(map(type, modules_of(model))))
 
 
 def uses_attention(model: nn.Module) -> bool:
     """Return whether any layer calls attention by transformers' interface."""
-    return any("ALL_ATTENTION_FUNCTIONS" in mixes(kind) for kind in set(map(type, model.modules())))
+    return any("ALL_ATTENTION_FUNCTIONS" in mixes(kind) for kind in set(map(type, modules_of(model))))
 
 
 def check_mixers(model: nn.Module) -> None:
     """Raise for layers that call functions which Longspan does not compute over ranks."""
     check_hybrid(model)
-    for name, part in model.named_modules():
+    for name, part in named_modules(model):
         unknown = [n for n in sorted(mixes(type(part))) if MIXERS[n].run is None and MIXERS[n].kind != ATTENTION]
         if unknown:
             raise BatchError(
@@ -230,7 +230,7 @@ def check_mixers(model: nn.Module) -> None:
 def text_part(model: Any) -> nn.Module:
     """Return the part of a model that holds its layers of text."""
     part = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if isinstance(part, nn.Module) and any(mixes(type(module)) for module in part.modules()):
+    if isinstance(part, nn.Module) and any(mixes(type(module)) for module in modules_of(part)):
         return part
     return model  # heads for masked tokens call a matrix their decoder
 
@@ -239,8 +239,8 @@ def needs(model: nn.Module) -> dict[str, tuple[str, frozenset[str]]]:
     """Return, for every layer of text that mixes tokens, by name: its class, and the kinds of mixers that must run in a
     forward pass."""
     layers: dict[str, tuple[str, frozenset[str]]] = {}
-    text = {id(part) for part in text_part(model).modules()}
-    for name, part in model.named_modules():
+    text = {id(part) for part in modules_of(text_part(model))}
+    for name, part in named_modules(model):
         kinds = frozenset(kind for n in mixes(type(part)) if (kind := MIXERS[n].kind) is not None)
         if kinds and id(part) in text:
             layers[name] = type(part).__name__, kinds

@@ -19,7 +19,7 @@ from longspan.api import plan as make_plan
 from longspan.errors import KernelError, MaskError
 from longspan.huggingface.attention import LayerOptions, check_layer_mask, run
 from longspan.huggingface.masks import Frame, Kind, LayerMask, Term, build_mask, document_mask, term_of_kind
-from longspan.huggingface.structure import Rules
+from longspan.huggingface.rules import Rules
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.masks import Mask
@@ -85,8 +85,6 @@ class ShardedSequence:
         """Whether the model computes with this rank's part by now."""
         self.is_joined = False
         """Whether tokens of all ranks have been gathered again."""
-        self.checks_hooks = True
-        """Whether hooks of users must not change anything in the forward pass; not with trust_model=True."""
         self.arguments: frozenset[str] = frozenset()
         """Names of the arguments that the model is to be called with."""
         self.depth = 0
@@ -141,8 +139,8 @@ class ShardedSequence:
         if accepted is None or accepted[0] != options.window:
             if mask is None:
                 raise MaskError(
-                    f"{type(module).__name__} passed no mask, so it is unknown whether this layer is causal. Call"
-                    f" longspan.huggingface.register() and name the attention 'longspan'."
+                    f"{type(module).__name__} passed no mask, so it is unknown whether this layer is causal. Name"
+                    f" the attention 'longspan'."
                 )
             check_layer_mask(mask, options)
             accepted = mask.accepted = options.window, None if mask.is_whole else _local_kind(mask)

@@ -1,4 +1,4 @@
-"""Shard a batch for a model of transformers: register attention, check the model, and build this rank's arguments."""
+"""Shard a batch for a model of transformers: check the model, and build this rank's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan import layouts
 from longspan.huggingface.adapter import ModelAdapter, adapter_of
-from longspan.huggingface.attention import BLIND, NAME, longspan_attention
+from longspan.huggingface.attention import BLIND, NAME
 from longspan.huggingface.batches import (
     BY_TOKEN,
     IGNORE,
@@ -28,10 +28,11 @@ from longspan.huggingface.batches import (
     shifted_labels,
 )
 from longspan.huggingface.head import HeadTask, OutputKind
-from longspan.huggingface.masks import counts_inside_documents, layer_mask
+from longspan.huggingface.masks import counts_inside_documents
 from longspan.huggingface.mixers import uses_attention
+from longspan.huggingface.rules import Rules
 from longspan.huggingface.sequence import ShardedSequence, Whole
-from longspan.huggingface.structure import Rules, check_structure, text_model
+from longspan.huggingface.structure import check_structure, text_model
 from longspan.layouts import Layout
 from longspan.layouts.layout import to_device
 from longspan.training import Batch, BatchError
@@ -46,20 +47,6 @@ MOST_GEOMETRIES = 4
 """Batch sizes whose layouts and plans a model keeps."""
 _LOG = logging.getLogger("longspan")
 _WARNED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
-
-def register() -> str:
-    """Register Longspan's attention with transformers, and return its name, "longspan". May be called again.
-
-    >>> register()
-    'longspan'
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    # Masks and plans are values, not tensors: graph breaks around them.
-    AttentionInterface.register(NAME, torch.compiler.disable(longspan_attention))
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(layer_mask))
-    return NAME
 
 
 def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
@@ -79,7 +66,7 @@ def check_model(model: Any, batch: Mapping[str, Any]) -> Any:
             )
         raise BatchError(
             f"the model's attention must be {NAME!r}, but got {text._attn_implementation!r}, which ignores other ranks."
-            f" Call register(), and model.set_attn_implementation({NAME!r}) or from_pretrained(...,"
+            f" Call model.set_attn_implementation({NAME!r}), or from_pretrained(...,"
             f" attn_implementation={NAME!r})."
         )
     check_arguments(batch)
@@ -110,7 +97,8 @@ def build_arguments(
     inner: Any, info: BatchInfo, members: Any, rules: Rules, options: Sharding, wrapped: Any = None
 ) -> dict[str, Any]:
     """Return this rank's arguments of a model that runs by these rules."""
-    batch, config, adapter = info.batch, inner.config.get_text_config(), adapter_of(inner, compare=False)
+    batch, adapter = info.batch, adapter_of(inner)
+    config = adapter.text_config
     if rules.body is None:
         check_others(info)
     kinds = adapter.layer_kinds(config)

@@ -10,17 +10,16 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cache, cached_property, lru_cache, partial, partialmethod
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from functools import cache, lru_cache
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
 
-from longspan._torch import hooks_of
+from longspan._torch import children_of, hooks_of
 from longspan.training import BatchError
 from longspan.versions import minor
 
@@ -53,7 +52,7 @@ def transformers_version() -> tuple[int, int]:
 def check_hybrid(model: Any) -> None:
     """Raise for convolutions over tokens that cannot be replaced in the installed transformers."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
-    for name, part in text.named_modules() if isinstance(text, nn.Module) else ():
+    for name, part in named_modules(text) if isinstance(text, nn.Module) else ():
         since = LATER_MIXERS.get(type(part).__name__, HYBRIDS_SINCE)
         if transformers_version() < since and any(
             isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in part.children()
@@ -103,60 +102,30 @@ def labels_of_sequences(counted: Any, accelerator: Any, num_parts: int) -> Any:
     return counted if counted is None or by_trainer else counted // num_parts
 
 
-# -- Rules of a model --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How one model runs over ranks, as determined by its check: plain values, which are stored on disk."""
-
-    positions: Literal["count", "after padding", "real tokens", "none"] = "count"
-    """If a batch has no position_ids: tokens are counted from 0 ("count"), from padding_idx + 1 without padding
-    ("after padding", RoBERTa), from 0 without padding, which is at -1 ("real tokens", OPT), or the model takes none
-    ("none")."""
-    loss: Literal["own", "shifted", "in place", "pooled", "none"] = "own"
-    """The model's own loss takes shift_labels ("own"); cross-entropy of labels one place earlier ("shifted") or in
-    place ("in place"), divided by all labels; a loss of whole sequences, the same on all ranks ("pooled"); or none."""
-    handed: Literal["keywords", "mask"] = "keywords"
-    """Whether layers receive the sequence by the keyword `longspan`, or by their mask alone."""
-    body: str | None = None
-    """The name of the backbone whose inputs are sharded; None if they are sharded before the model."""
-    joined: str | None = None
-    """The name of the module after which tokens of all ranks are gathered; None if they stay sharded."""
-    cuts: tuple[tuple[str, int, int], ...] = ()
-    """(argument of the backbone, its number of dims, the dim of tokens)."""
-    head: str | None = None
-    """The name of the head whose logits need not be computed; None if they are, for `head_reason`."""
-    head_reason: str = ""
-    scale: str = ""
-    soft_cap: str = ""
-    """The factor ("logit_scale", or "1 / logits_scaling") and the cap of logits, as names of values of the
-    configuration; "" for none."""
-    obeys_count: bool = True
-    """Whether the model's loss on one device is divided by `num_items_in_batch` if the batch has it."""
-    exact_at_padding: bool = True
-    """Whether the model computes at padding what it computes there on one device, so that labels there are exact."""
-    layers: str = "all"
-    """Whether "all" layers of the configuration have attention, "some" of them, or "none"."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "cuts": [list(cut) for cut in self.cuts]}
-
-    @staticmethod
-    def of_json(values: dict[str, Any]) -> Rules:
-        """
-        >>> Rules.of_json(Rules(cuts=(("x", 3, 1),)).as_json()) == Rules(cuts=(("x", 3, 1),))
-        True
-        """
-        return Rules(**{**values, "cuts": tuple((str(n), int(a), int(b)) for n, a, b in values["cuts"])})
-
-
 # -- Modules and configuration -----------------------------------------------------------------------------------------
 
 
 HARMLESS = ("peft", "torchao", "bitsandbytes", "liger_kernel", "accelerate", "longspan")
 """Packages whose modules replace others and compute token by token."""
 DROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what `model.named_modules()` does, without a generator for each level of modules."""
+    found, seen, waiting = [], set(), [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((path, module))
+            for name, child in reversed(children_of(module).items()):
+                if child is not None:
+                    waiting.append((f"{path}.{name}" if path else name, child))
+    return found
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    return [module for _, module in named_modules(model)]
 
 
 def text_model(model: Any) -> Any:
@@ -201,7 +170,7 @@ def check_structure(model: Any, config: Any) -> None:
 
 def padding_id(model: Any) -> int | None:
     """Return the token id that embeddings of the model treat as padding."""
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.padding_idx
     return getattr(model.config.get_text_config(), "pad_token_id", None)
@@ -209,7 +178,7 @@ def padding_id(model: Any) -> int | None:
 
 def shows_positions(model: nn.Module) -> bool:
     """Return whether any class of the model passes position_ids to transformers' mask functions."""
-    return any(_shows_positions(kind) for kind in {type(module) for module in model.modules()})
+    return any(_shows_positions(kind) for kind in {type(module) for module in modules_of(model)})
 
 
 @lru_cache(maxsize=1024)
@@ -258,7 +227,7 @@ def _is_common(kind: type) -> bool:
     return package in ("torch", "builtins") or (package == "transformers" and rest[:1] != ["models"])
 
 
-# -- Code that a model runs --------------------------------------------------------------------------------------------
+# -- Classes that a model runs -----------------------------------------------------------------------------------------
 
 
 def own_class(module: nn.Module) -> type:
@@ -272,120 +241,8 @@ def own_class(module: nn.Module) -> type:
 
 def classes_of(model: nn.Module) -> dict[str, type]:
     """Return all classes of its modules, by their full names."""
-    kinds = {own_class(module) for module in model.modules()}
+    kinds = {own_class(module) for module in modules_of(model)}
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
-
-
-def code_in(value: Any, known: Container[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (name of its module, function, class or object) for the code that a value runs, inside of wrappers too.
-
-    Functions whose address is known are not searched.
-
-    >>> from functools import partial
-    >>> [name for name, _ in code_in(partial(nn.functional.pad, pad=(1, 0)))], list(code_in(3))
-    (['torch.nn.functional'], [])
-    """
-
-    def is_code(value: Any) -> bool:
-        return isinstance(value, FunctionType | MethodType | partial)
-
-    waiting, seen = [value], set()
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, FunctionType):  # functools.wraps changes __module__, but not __globals__
-            yield str(item.__globals__.get("__name__", "")), item
-            for cell in () if id(item) in known else item.__closure__ or ():
-                with suppress(ValueError):  # a cell that is still empty
-                    waiting += filter(is_code, (cell.cell_contents,))
-        elif isinstance(item, MethodType | staticmethod | classmethod):
-            waiting.append(item.__func__)
-        elif isinstance(item, property):
-            waiting += [item.fget, item.fset]
-        elif isinstance(item, partial | partialmethod):
-            waiting += [item.func, *filter(is_code, (*item.args, *item.keywords.values()))]
-        elif isinstance(item, type):
-            yield item.__module__, item
-        elif isinstance(item, ModuleType):
-            yield item.__name__, item
-        elif isinstance(item, dict):
-            waiting += dict.values(item)
-        elif isinstance(item, list | tuple):
-            waiting += item
-        elif isinstance(item, cached_property):
-            waiting.append(item.func)
-        elif callable(item):
-            yield type(item).__module__, item
-            waiting.append(getattr(item, "__wrapped__", None))
-
-
-def runs_other_code(values: Iterable[Any], known: Container[int] = ()) -> bool:
-    """Return whether values run other code than functions whose address is known, or those of `HARMLESS` packages.
-    PyTorch's own functions count as wrappers, so a known one must be inside."""
-    reached, packages = False, set()
-    for value in values:
-        for name, item in code_in(value, known):
-            if id(item) in known:
-                reached = True
-            else:
-                packages.add(name.partition(".")[0])
-    return not packages <= {*HARMLESS, *(["torch"] if reached else [])}
-
-
-_FUNCTIONS = (FunctionType, type)
-_CODE = (*_FUNCTIONS, MethodType, staticmethod, classmethod, property, partial, partialmethod, cached_property)
-
-
-class Snapshot:
-    """The functions of classes and of the modules that define them, by address, to notice later replacements.
-
-    Values that code reads (constants, attributes, settings) are not among them: they may change from step to step.
-    """
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        self.classes = list({part for kind in kinds for part in kind.__mro__})
-        homes = {part.__module__ for part in self.classes if not _is_common(part)}
-        homes = {name for name in homes if name.partition(".")[0] not in sys.stdlib_module_names}
-        self.modules = [sys.modules[name] for name in homes if name in sys.modules]
-        self._take()
-
-    def _take(self) -> None:
-        self.addresses = self._addresses()
-        self.code = {owner: _code_of(owner) for owner in (*self.classes, *self.modules)}
-
-    def _addresses(self) -> list[int]:
-        addresses: list[int] = []
-        for kind in self.classes:
-            addresses += map(id, vars(kind).values())
-        for module in self.modules:
-            addresses += [id(value) for value in vars(module).values() if isinstance(value, _FUNCTIONS)]
-        return addresses
-
-    def find_replaced(self) -> str | None:
-        """Return the first function or class that was replaced since, by code that a check of the model did not run."""
-        if self._addresses() == self.addresses:
-            return None
-        for owner, before in self.code.items():
-            now = _code_of(owner) if isinstance(owner, type) else {}  # new names of a module replace nothing
-            for name in before | now:
-                value = vars(owner).get(name)
-                if name not in before:
-                    packages = {where.partition(".")[0] for where, _ in code_in(value)}
-                    is_other = not packages <= {*HARMLESS, "torch", "transformers"}
-                elif id(value) == before[name]:
-                    continue
-                else:
-                    is_other = next(code_in(value), None) is None or runs_other_code([value], {before[name]})
-                if is_other:
-                    return f"{owner.__name__}.{name}"
-        self._take()
-        return None
-
-
-def _code_of(owner: Any) -> dict[str, int]:
-    return {name: id(value) for name, value in list(vars(owner).items()) if isinstance(value, _CODE)}
 
 
 def find_unverified_module(model: nn.Module, known: Iterable[str], apart: Iterable[nn.Module] = ()) -> str | None:
@@ -394,8 +251,8 @@ def find_unverified_module(model: nn.Module, known: Iterable[str], apart: Iterab
     Layers of torch that compute token by token are accepted, those of packages that wrap them (adapters, quantisation),
     and everything inside of the models in `apart`, each of which runs whole on every rank.
     """
-    names, elsewhere = set(known), {id(part) for module in apart for part in module.modules()}
-    for path, module in model.named_modules():
+    names, elsewhere = set(known), {id(part) for module in apart for part in modules_of(module)}
+    for path, module in named_modules(model):
         if id(module) in elsewhere:
             continue
         kind = own_class(module)
@@ -412,15 +269,20 @@ def find_unverified_module(model: nn.Module, known: Iterable[str], apart: Iterab
 
 
 def _has_other_forward(module: nn.Module) -> bool:
-    """Return whether this module has another forward than its class. Accelerate and the compiler keep the class's
-    inside, and Liger's computes token by token, as the class's does."""
-    own = vars(module)
-    if own.get("forward") is None:
-        return False
-    hook = own.get("_hf_hook")  # accelerate's: its forward calls this hook and the old forward
-    hooks = [type(part) for part in (hook, *getattr(hook, "hooks", ())) if part is not None]
+    """Return whether this module has another forward than its class. Accelerate, the compiler and Liger set forwards
+    that compute what the class's does; a function inside of theirs may be a user's."""
     known = {id(value) for kind in type(module).__mro__ for value in vars(kind).values()}
-    return runs_other_code([own["forward"], own.get("_old_forward"), *hooks], known)
+    own = vars(module)
+    for forward in (own.get("forward"), own.get("_old_forward")):
+        while forward is not None and id(forward) not in known:
+            inner = getattr(forward, "func", None) or getattr(forward, "__func__", None)
+            if inner is None:
+                code = inspect.unwrap(forward)
+                package = str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0]
+                if id(code) not in known and package not in (*HARMLESS, "torch"):
+                    return True
+            forward = inner
+    return False
 
 
 def has_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:

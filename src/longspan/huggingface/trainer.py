@@ -11,12 +11,10 @@ import contextlib
 import hashlib
 import inspect
 import os
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +34,6 @@ from longspan.huggingface.adapter import adapter_of
 from longspan.huggingface.attention import NAME
 from longspan.huggingface.batches import IGNORE, LABELS, PACKED, read_batch, shifted_labels
 from longspan.huggingface.documents import STEP, StepLoader, check_settings
-from longspan.huggingface.first_use import get_rules
 from longspan.huggingface.head import replace_values
 from longspan.huggingface.inputs import shard_inputs
 from longspan.huggingface.masks import current
@@ -47,7 +44,7 @@ from longspan.layouts import Layout
 from longspan.run.simulated import OnlyRank
 from longspan.tile import accumulation_dtype
 from longspan.training import BatchError, check_same, gather_outputs, gather_tokens
-from longspan.training.groups import message_device, process_group
+from longspan.training.groups import message_device
 from longspan.training.loss import ValueWithGradOf
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
@@ -160,47 +157,7 @@ def _noise_bound(alpha: float, seq_len: int, width: int) -> float:
 
 # -- Liger's kernels ---------------------------------------------------------------------------------------------------
 # Layers that compute token by token, and a loss that takes shifted labels. The Trainer puts them into the model when
-# training begins, and some into the modeling file, for all models. A tiny copy of the model could not be checked on a
-# CPU after that, so models are checked before: with the first batch, and with other forms of later batches (no padding,
-# one document).
-
-
-def check_before_liger(trainer: Any) -> None:
-    """Check the model, which Liger has not changed yet, with batches like those of the training."""
-    if trainer._sharding["trust_model"]:
-        return
-    if trainer._kind in WHOLE:
-        raise BatchError(
-            "use_liger_kernel = True is not supported for a trainer that makes its sequences itself: the model would be"
-            " checked after Liger has changed it, and its tiny copy on a CPU cannot run that. Leave it out (TRL's fused"
-            " head needs no logits), or compare with one process and pass trust_model=True."
-        )
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    batch = next(iter(trainer.get_train_dataloader()))
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    model = text_model(trainer.model)
-    for form in forms(batch):
-        get_rules(model, read_batch(form), process_group(trainer._ranks.cp, "use_liger_kernel"), False)
-
-
-def forms(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the batch, and forms that later batches may have.
-
-    >>> [each["attention_mask"][0].tolist() for each in forms({"attention_mask": np.array([[1, 1, 0]])})]
-    [[1, 1, 0], [1, 1, 1]]
-    """
-    yield dict(batch)
-    mask, places = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None:
-        yield {**batch, "attention_mask": mask * 0 + 1}
-    if isinstance(mask, Tensor) and bool(mask.all()):
-        padded = mask.clone()
-        padded[0, -1] = 0
-        yield {**batch, "attention_mask": padded}
-    if isinstance(places, Tensor) and mask is None:
-        yield {**batch, "position_ids": torch.arange(places.shape[-1], device=places.device).expand_as(places)}
+# training begins, so a model without an entry in the table of rules cannot be proved then.
 
 
 def check_liger_loss(model: nn.Module) -> None:
@@ -396,7 +353,7 @@ class Separator:
         inner = text_model(model)
         if inner is None or all(batch.get(name) is None for name in ("position_ids", *PACKED)):
             return batch
-        if not adapter_of(inner, compare=False).is_hybrid:
+        if not adapter_of(inner).is_hybrid:
             return batch
         kept = {name: value for name, value in batch.items() if name in KEPT}
         tokens = {name: value for name, value in batch.items() if name not in KEPT}
@@ -447,8 +404,7 @@ class ContextParallelTrainer(TrlMethods, _Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if check_bases(cls, ContextParallelTrainer):
-            huggingface.register()  # models are loaded with this attention before there is a trainer
+        check_bases(cls, ContextParallelTrainer)
 
     def __init__(
         self,
@@ -470,7 +426,6 @@ class ContextParallelTrainer(TrlMethods, _Base):
         self._num_micro_batches = 0
         self._noise: Any = None
         self._separator = Separator()
-        huggingface.register()
         super().__init__(*args, **kwargs)
         if self._ranks is not None:
             check_arguments(self)
@@ -540,8 +495,12 @@ class ContextParallelTrainer(TrlMethods, _Base):
         return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks is not None and self.args.use_liger_kernel:
-            check_before_liger(self)
+        is_trusted = self._ranks is None or self._sharding["trust_model"]
+        if self.args.use_liger_kernel and self._kind in WHOLE and not is_trusted:
+            raise BatchError(
+                "use_liger_kernel must be False for a trainer that makes its sequences itself, but got True. Leave it"
+                " out: TRL's fused head needs no logits."
+            )
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -16,7 +16,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHORT = 768
 """Query rows below which backward of bfloat16 is faster, and more exact, in float32, conversion included: 10x at 16
 rows, 3x at 128, 1.1x at 700 (H=8, D=64, causal), 0.8x at 1024. The operator takes larger blocks from 768 rows on. Head
-dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float16 all gain, 1.2x still at 2048."""
+dims above 64 gain only in tiles of less than SHORT_WIDE rows and keys. Of float16 all gain, 1.2x still at 2048. That is
+on CPUs with instructions for bfloat16; without them float32 is 2.2 to 2.8x faster from 512 to 4096 rows as well
+(`python -m benchmarks.bfloat16`)."""
 SHORT_WIDE = (192, 512)
 HUGE = 8192.0
 """Above this lse, backward of bfloat16 stays in bfloat16: float32 sums a product in another order than forward did,
@@ -35,7 +37,8 @@ def _is_faster_in_float32(q_BHQD: Tensor, k_BGKD: Tensor, lse_BHQ: Tensor) -> bo
     if q_BHQD.dtype != torch.bfloat16:
         return q_BHQD.dtype == torch.float16
     rows, cols = q_BHQD.shape[2], k_BGKD.shape[2]
-    if not (rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]):
+    is_short = rows < SHORT if q_BHQD.shape[3] <= 64 else rows < SHORT_WIDE[0] and cols < SHORT_WIDE[1]
+    if not is_short and _torch.cpu_has_bfloat16():
         return False
     if not lse_BHQ.numel():
         return True

@@ -225,10 +225,8 @@ class PanelKernel(ABC):
         wide, d, e, multiple = widened(q_BHQD.dtype), q_BHQD.shape[3], v_BGKE.shape[3], self.multiple
         biases, width = _Biases(q_BHQD, work.pairs), -(-max(d, e) // multiple) * multiple
         run = self.backward_op if type(self).run_backward is PanelKernel.run_backward else self.run_backward
-        lse_BHQ = as_dtype(lse_BHQ, wide)
-        if work.pairs is not None:  # without functions, every row of a tile sees a key
-            # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
-            lse_BHQ = lse_BHQ.masked_fill(lse_BHQ.isneginf(), torch.inf)
+        # exp(score - inf) is 0 for a row that saw nothing; exp(score - -inf) would be nan for all its keys
+        lse_BHQ = as_dtype(lse_BHQ, wide).masked_fill(lse_BHQ.isneginf(), torch.inf)
         for tile, pieces in cached(work.tiles, _pieces):
             sums: tuple[Tensor, ...] | None = None
             for piece in pieces:

@@ -195,7 +195,8 @@ def intersect(a: Ints, b: Ints) -> Ints:
 
 def slabs_of(*sets: Ints) -> Ints:
     """Return the spans between neighbouring query edges: within such a slab every band spans all rows or none."""
-    edges = np.unique(np.concatenate([rows[:, :2].ravel() for rows in sets]))
+    edges = np.sort(np.concatenate([rows[:, :2].ravel() for rows in sets]))
+    edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]  # np.unique imports numpy.ma when it is first called
     return np.stack((edges[:-1], edges[1:]), axis=1)
 
 

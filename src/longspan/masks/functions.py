@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from longspan.errors import LongspanError, MaskError
+from longspan.errors import KernelError, LongspanError, MaskError
 from longspan.masks.plane import Bools, Combined, Plane, Predicate
 from longspan.spans import Ints
 
@@ -95,6 +95,8 @@ def recorder_class() -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
+    from longspan._torch import is_mapped, unmapped
+
     def tensors(value: Any) -> Iterator[Any]:
         if isinstance(value, torch.Tensor):
             yield value
@@ -133,9 +135,18 @@ def recorder_class() -> Any:
 
         def _note(self, value: Any) -> None:
             for tensor in tensors(value):
-                if id(tensor) not in self._known:
-                    self.tensors.append(tensor)
-                    self._known[id(tensor)] = tensor
+                given = tensor
+                while id(tensor) not in self._known and is_mapped(tensor):  # by the function's own torch.vmap
+                    tensor = unmapped(tensor)
+                if id(tensor) in self._known:
+                    continue
+                if tensor is not given and tensor.requires_grad:
+                    raise KernelError(
+                        "score_mod must not map a tensor that needs a gradient by torch.vmap, but it does. Use"
+                        " broadcasting, or detach the tensor."
+                    )
+                self.tensors.append(tensor)
+                self._known[id(tensor)] = tensor
 
         def _check(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
             if name == "__get__" and not isinstance(result, torch.Tensor):

@@ -10,6 +10,8 @@ similar batches: a rank that has seen other batches would choose differently.
 The fastest scheme is chosen. The model cannot distinguish schemes within 1% of it; among those, the one is chosen that
 would be fastest if hosts could not run ahead of their devices, since hosts also run the rest of the model.
 Example: ring takes 10.00 ms with 2.0 ms of host time, exchange 10.05 ms with 0.5 ms: exchange is chosen.
+A scheme whose busiest rank receives more than in an all-gather has to be `MORE_BYTES` faster than the others: links are
+shared with what the model does not know, such as FSDP's messages.
 
 `compare` adds what a person wants to know of every scheme. Bytes are exact: the maximum over ranks. Memory is that of
 the ranks likely to be busiest (most pairs, most remote rows, most bytes, first, last).
@@ -81,6 +83,7 @@ class Reason:
 _HEADS = f"{'fwd ms':>9s} {'bwd ms':>9s} {'host ms':>9s} {'recv MiB':>10s} {'peak MiB':>10s} {'kernel MiB':>10s}"
 REASON_HEAD = f"  {'scheme':20s} {_HEADS}"
 TIE = 0.01
+MORE_BYTES = 0.05
 LARGE = 6e-3
 """Seconds from which hybrids are estimated only for the largest groups and groups of whole nodes. Others win by more
 than 2% only where launches and latencies count (`python -m benchmarks.auto_choice`)."""
@@ -132,9 +135,8 @@ def judge(candidate: Scheme, machine: Machine, *, keep: bool) -> Reason:
         worst = max(worst, *((int(a), b) for a, b in moments), key=sum)
     peak, ahead, inside = (max(column) for column in zip(*rows, strict=True))
     time = estimate_scheme(candidate, machine, keep=keep)
-    received = sum(candidate.received_bytes(direction, keep=keep) for direction in ("forward", "backward"))
     return Reason(
-        candidate.name, time.forward, time.backward, int(np.max(received)), int(peak), ranks=tuple(ranks),
+        candidate.name, time.forward, time.backward, most_received(candidate, keep=keep), int(peak), ranks=tuple(ranks),
         host_seconds=time.host_seconds, workspace_bytes=None if inside < 0 else int(inside),
         forward_peak_bytes=int(ahead), backward_peak=worst,
     )  # fmt: skip
@@ -296,7 +298,8 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
         others = [o for o in others if o.heads in (1, most, size) or o.heads % machine.node == 0]
     times = [(estimate_scheme(first, machine, keep=keep), first)]
     best = times[0][0].seconds
-    for bound, other in sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0]):
+    bounds = sorted(((floor.seconds(other), other) for other in others), key=lambda pair: pair[0])
+    for bound, other in bounds:
         if bound > best - min(GAIN * best, WORTH):
             break
         if is_large and other.inner is PLANNERS["staged"] and bound > (1 - STAGED_GAIN) * best:
@@ -304,7 +307,21 @@ def choose(problem: Problem, machine: Machine, *, keep: bool) -> Scheme:
         times.append((estimate_scheme(other, machine, keep=keep), other))
         best = min(best, times[-1][0].seconds)
     tied = [pair for pair in times if pair[0].seconds <= (1 + TIE) * best]
-    return min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)[1]  # the first of equals
+    fastest = min(tied, key=lambda pair: pair[0].seconds + pair[0].host_seconds)  # the first of equals
+    gather = scheme("all_gather", problem)
+    gathered = most_received(gather, keep=keep)
+    if most_received(fastest[1], keep=keep) <= gathered:
+        return fastest[1]
+    enough = fastest[0].seconds / (1 - MORE_BYTES)
+    near = (first, *(other for bound, other in bounds if bound < enough), gather)
+    frugal = [other for other in near if most_received(other, keep=keep) <= gathered]
+    least = min(frugal, key=lambda other: estimate_scheme(other, machine, keep=keep).seconds)
+    return least if estimate_scheme(least, machine, keep=keep).seconds < enough else fastest[1]
+
+
+def most_received(candidate: Scheme, *, keep: bool) -> int:
+    """Return the most bytes that a rank receives, both passes together."""
+    return int(np.max(sum(candidate.received_bytes(direction, keep=keep) for direction in ("forward", "backward"))))
 
 
 def compare(first: Reason, chosen: Scheme, machine: Machine, *, keep: bool) -> tuple[Reason, ...]:

@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 Count = Callable[[Compute], Pairs]
 _MAY_BE_ZERO = (
     "slot_seconds", "op_seconds", "latency", "far_rows", "launch_seconds", "message_seconds", "call_seconds",
-    "matmul_share", "host_bandwidth",
+    "matmul_share", "host_bandwidth", "message_copies",
 )  # fmt: skip
 
 
@@ -126,6 +126,9 @@ class Machine:
     """Speed of the matrix products of a model's layers in training, as a share of `flops`. 0: not known."""
     host_bandwidth: float = 0.0
     """Bytes per second between a device and its host's pinned memory, one direction. 0: not known."""
+    message_copies: float = 0.0
+    """How often the processor that computes copies each byte of a message, beside packing and unpacking, at either end.
+    0 where a network card or a copy engine moves messages."""
 
     def __post_init__(self) -> None:
         where = f"machine {truncated_repr(self.name)}"
@@ -365,7 +368,8 @@ def message_work(sent: Messages, got: Messages, num: int, machine: Machine) -> F
     One operation packs each message, one starts all of a step that arrive together, and one adds each message whose
     rows are added.
     """
-    packed, unpacked = (2.0 * np.bincount(step, m[2], num) for step, m in ((sent[0], sent), (got[1], got)))
+    copies = 2.0 + machine.message_copies
+    packed, unpacked = (copies * np.bincount(step, m[2], num) for step, m in ((sent[0], sent), (got[1], got)))
     targets, sources, added = (np.bincount(step, minlength=num) for step in (sent[0], got[0], got[1][got[3]]))
     starts = ends = (targets + sources > 0).astype(np.int64)
     if any(m[0] is not m[1] and (m[0] != m[1]).any() for m in (sent, got)):
@@ -594,7 +598,8 @@ CPU = Machine(
     name="cpu",
     source="2 cores, one thread per rank, Gloo on loopback, bf16, PyTorch 2.13 (measured: flash operator 219 GFLOP/s"
     " forward and 0.41 of that backward, key blocks of 512, a window's far border masked, 15 us per call;"
-    " point-to-point 2.25 GB/s, 110 us)",
+    " point-to-point 2.25 GB/s, 110 us; a byte of a message takes the processor 0.9 ns at either end, by"
+    " `benchmarks.cpu_schemes`)",
     flops=219e9,
     forward_share=1.0,
     backward_share=0.41,
@@ -607,6 +612,7 @@ CPU = Machine(
     forward_tiling=Tiling(1, 512, 64, far_rows=1024, far_share=0.8),
     backward_tiling=Tiling(1, 512, 64, far_rows=1024, far_share=0.8),
     kernel="cpu_flash",
+    message_copies=10.0,
 )
 
 MACHINES = {

@@ -19,7 +19,7 @@ from longspan.masks import Mask
 from longspan.masks.mask import MaskKey
 from longspan.masks.work import block_work
 from longspan.planning.backward_plan import reverse
-from longspan.planning.choose import REASON_HEAD, Reason, choose, compare, device_bytes, judge
+from longspan.planning.choose import REASON_HEAD, TIE, Reason, choose, compare, device_bytes, judge, most_received
 from longspan.planning.cost import peak_bytes, received_bytes
 from longspan.planning.kernel_memory import about_kernel, table_limit, why_not
 from longspan.planning.machine import Machine
@@ -244,6 +244,7 @@ class Plan(Handled):
             f"  remote K/V {'kept for backward' if self.keep else 'fetched again in backward'}",
             f"  machine    {self.machine.name}{assumed}; times are simulated",
             f"  kernel     {self.kernel_assumed}",
+            f"  scheme     {self._why()}",
             f"  predicted  {chosen.forward_seconds * 1e3:.3f} ms forward,"
             f" {chosen.backward_seconds * 1e3:.3f} ms backward",
             f"  memory     {bytes_text(chosen.peak_bytes)} at the peak + {inside}, beyond own tensors;"
@@ -253,6 +254,20 @@ class Plan(Handled):
             REASON_HEAD,
         ]
         return "\n".join((*lines, *map(str, self.reasons)))
+
+    def _why(self) -> str:
+        """Return why the scheme was chosen."""
+        if not self.is_auto:
+            return f"{self.scheme.name}, as named"
+        gathered = most_received(scheme("all_gather", self.scheme.problem), keep=self.keep)
+        most = bytes_text(self.chosen.bytes_received)
+        said = f"{most} at the busiest rank, {bytes_text(gathered)} with an all-gather"
+        faster = [r for r in self.reasons if not r.at_least and r.seconds < (1 - TIE) * self.chosen.seconds]
+        if not faster:
+            return f"{self.scheme.name} is predicted fastest; {said}"
+        gain = self.chosen.seconds / faster[0].seconds - 1
+        why = f"{faster[0].scheme} is predicted {gain:.1%} faster, but receives more than an all-gather"
+        return f"{self.scheme.name}: {why}; {said}"
 
 
 @dataclass(frozen=True)

@@ -504,6 +504,9 @@ class Scheme:
     heads: int
     inner: Planner
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __post_init__(self) -> None:
         _ = self.slices  # raises if the ranks do not divide into groups, now and not at the first call
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from longspan.errors import PlanError
 from longspan.kernels.cuda_flash import implementation
-from longspan.planning.machine import GPUS, Machine, assumed_machine, machine_of, on_hosts
+from longspan.planning.machine import CPU, GPUS, Machine, assumed_machine, machine_of, on_hosts
 from longspan.run.group import Members, backends_of, members_of
 from longspan.run.simulated import SimulatedRank
 from longspan.validate import check_axes, describe_group, group_of, init_hint
@@ -26,8 +26,8 @@ _WIDTHS = (64, 96, 16)
 def machine_of_group(group: Any, *, functions: bool) -> tuple[Machine, bool]:
     """Return the machine that the ranks run on, the same on every rank, and whether its speed is assumed.
 
-    It is assumed for unknown devices and without NCCL. `group` is a process group, a mesh of one axis, or a simulated
-    rank. `functions`: the mask has one. Ranks exchange the names of hosts and devices once for each group.
+    It is assumed for unknown devices and without NCCL, also on CPUs. `group` is a process group, a mesh of one axis, or
+    a simulated rank. `functions`: the mask has one. Ranks exchange the names of hosts and devices once for each group.
     """
     assumed = assumed_machine(functions=functions), True
     check_axes(group := group_of(group))
@@ -37,6 +37,8 @@ def machine_of_group(group: Any, *, functions: bool) -> tuple[Machine, bool]:
         raise PlanError(
             f"`group` must be a process group or a mesh of one axis, but {describe_group(group)}.{init_hint()}"
         )
+    if not torch.cuda.is_available() and not torch.accelerator.is_available():
+        return CPU, True
     if not torch.cuda.is_available() or backends_of(str(dist.get_backend_config(group))).get("cuda") != "nccl":
         return assumed
     members = members_of(group)

@@ -332,17 +332,18 @@ def run_forward(
 
 def prepare(plan: Plan, rank: int, device: torch.device, kernel: str, *, backward: bool) -> None:
     """Do what the first call with a plan does on a rank before its messages: record programs, copy their tables."""
-    sizes, dtype, tokens = plan.sizes, getattr(torch, plan.dtype), int(plan.layout.num_slots(rank))
-    one = torch.empty((), dtype=dtype, device=device)  # stands for tensors of any shape
-    q, k, v = (
-        one.expand(sizes.batch, heads, tokens, dim)
-        for heads, dim in (
-            (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
-        )
-    )  # fmt: skip
+    q, k, v = zeros_for(plan, rank, device)
     chosen = kernel_for(plan, kernel, q, k, v, None)
     plan.mask.check_unchanged()
-    prepare_job(Job(plan, rank, chosen, 1.0, dtype), device, backward=backward)
+    prepare_job(Job(plan, rank, chosen, 1.0, q.dtype), device, backward=backward)
+
+
+def zeros_for(plan: Plan, rank: int, device: torch.device) -> list[Tensor]:
+    """Return a rank's q, k and v, all zeros: one number each, seen as tensors of the plan's shapes."""
+    sizes, zero = plan.sizes, torch.zeros((), dtype=getattr(torch, plan.dtype), device=device)
+    kinds = (sizes.q_heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim)
+    tokens = int(plan.layout.num_slots(rank))
+    return [zero.expand(sizes.batch, heads, tokens, dim) for heads, dim in kinds]
 
 
 def prepare_job(job: Job, device: torch.device, *, backward: bool) -> None:

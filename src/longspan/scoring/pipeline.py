@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 
 from longspan import _torch
@@ -49,35 +49,31 @@ def check_captured(tensors: Iterable[Tensor]) -> None:
 class Swap(TorchFunctionMode):
     """Runs functions with leaves in place of the captured tensors.
 
-    `by_element`: elements taken by integer indices are looked up as rows of a leaf of their own, whose gradient is
-    sparse. Autograd would allocate a zero tensor of full size for every tile.
+    With `totals`, gradients of elements that are taken by integer indices are added there, as they come. Autograd would
+    allocate a zero tensor of full size for every tile.
     """
 
-    def __init__(self, captured: Sequence[Tensor], values: Sequence[Tensor], *, by_element: bool) -> None:
+    def __init__(self, captured: Sequence[Tensor], values: Sequence[Tensor], totals: Totals | None = None) -> None:
         super().__init__()
         self._number = {id(tensor): number for number, tensor in enumerate(captured)}
-        self.leaves: list[list[Tensor]] = []
-        """Of each captured tensor: all of it, its rows by the first index, by the first two, and so on."""
-        for value in values:
-            sizes = [math.prod(value.shape[:n]) for n in range(1, value.ndim + 1) if by_element and value.numel()]
-            parts = [value, *(value.reshape(size, -1) for size in sizes)]
-            self.leaves.append([part.detach().requires_grad_() for part in parts])
+        self._totals = totals
+        self.leaves = [value.detach().requires_grad_() for value in values]
 
     def run(self, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         with self:
             return function(*arguments)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ and id(args[0]) in self._number:
-            leaves, index = self.leaves[self._number[id(args[0])]], _integers(args[1], args[0])
-            if index is not None and len(leaves) > len(index):
-                return _take(leaves[len(index)], index, args[0].shape)
+        if func is Tensor.__getitem__ and id(args[0]) in self._number and self._totals is not None:
+            number, index = self._number[id(args[0])], _integers(args[1], args[0])
+            if index is not None and args[0].numel():
+                return _take(self.leaves[number], index, partial(self._totals.add_rows, number))
         args = [self._swap(value) for value in args]
         return func(*args, **{name: self._swap(value) for name, value in (kwargs or {}).items()})
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.leaves[self._number[id(value)]][0] if id(value) in self._number else value
+            return self.leaves[self._number[id(value)]] if id(value) in self._number else value
         return tree_map(self._swap, value) if isinstance(value, tuple | list | dict) else value
 
 
@@ -94,12 +90,40 @@ def _integers(index: Any, table: Tensor) -> Index | None:
     return tuple(torch.as_tensor(i, device=table.device) for i in parts)
 
 
-def _take(rows: Tensor, index: Index, shape: torch.Size) -> Tensor:
-    """Return the rows at an index into the first dims of a tensor of this shape."""
-    at = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for i, size in zip(index, shape, strict=False):
+def _take(leaf: Tensor, index: Index, add: AddRows) -> Tensor:
+    """Return the elements of a leaf at an index into its first dims."""
+    at = torch.zeros((), dtype=torch.int64, device=leaf.device)
+    for i, size in zip(index, leaf.shape, strict=False):
         at = at * size + torch.where(i < 0, i + size, i)
-    return embedding(at, rows, sparse=True).reshape((*at.shape, *shape[len(index) :]))
+    rows = leaf.reshape(math.prod(leaf.shape[: len(index)]), -1)
+    return _TakeRows.apply(rows, at, add).reshape((*at.shape, *leaf.shape[len(index) :]))
+
+
+AddRows = Callable[[Tensor, Tensor], None]
+"""(rows, their gradients)"""
+
+
+class _TakeRows(torch.autograd.Function):
+    """Rows of a matrix, whose gradients are passed to a function and not to autograd."""
+
+    @staticmethod
+    def forward(rows: Tensor, at: Tensor, add: AddRows) -> Tensor:  # noqa: ARG004
+        return rows[at]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
+        _, at, ctx.add = inputs
+        ctx.save_for_backward(at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (at,) = ctx.saved_tensors
+        ctx.add(at.flatten(), gradient.reshape(at.numel(), -1))
+        return None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rows: Tensor, at: Tensor, add: AddRows) -> Any:  # noqa: ARG004
+        return _TakeRows.apply(rows, at.movedim(in_dims[1], 0), add), 0
 
 
 class Totals:
@@ -113,13 +137,14 @@ class Totals:
         ]
 
     def add(self, number: int, gradient: Tensor) -> None:
-        """Add a gradient of a captured tensor, or a sparse one of its rows."""
+        """Add a gradient of a captured tensor."""
         total = self.sums[number]
-        if gradient.is_sparse:
-            rows, values = _torch.sparse_rows(gradient)
-            total.view(gradient.shape).index_add_(0, rows, values.to(total.dtype))
-        else:
-            total += gradient.to(total.dtype)
+        total += gradient.to(total.dtype)
+
+    def add_rows(self, number: int, rows: Tensor, gradients: Tensor) -> None:
+        """Add gradients of some of the rows that the tensor's elements form, which may be listed twice."""
+        total = self.sums[number]
+        total.view(-1, gradients.shape[1]).index_add_(0, rows, gradients.to(total.dtype))
 
 
 NO_TOTALS = Totals(())
@@ -370,8 +395,7 @@ class TilePairs:
     def pull(self, scores_BHqk: Tensor, tile: Tile) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the result of `change` and its backward, which also adds gradients of captured tensors to `totals`."""
         assert self.scoring is not None
-        swap = Swap(self.scoring.captured, self.totals.values, by_element=True)
-        numbers = [number for number, leaves in enumerate(swap.leaves) for _ in leaves]
+        swap = Swap(self.scoring.captured, self.totals.values, self.totals)
         with _torch.recording():
             leaf = scores_BHqk.detach().requires_grad_()
             scores = leaf.clone()  # a function may work in place
@@ -380,10 +404,9 @@ class TilePairs:
         def pulled(gradient: Tensor) -> Tensor:
             if not changed.requires_grad:
                 return torch.zeros_like(gradient)
-            leaves = [leaf, *(part for parts in swap.leaves for part in parts)]
             with _torch.recording():
-                first, *rest = torch.autograd.grad(changed, leaves, gradient, allow_unused=True)
-            for number, grad in zip(numbers, rest, strict=True):
+                first, *rest = torch.autograd.grad(changed, [leaf, *swap.leaves], gradient, allow_unused=True)
+            for number, grad in enumerate(rest):
                 if grad is not None:
                     self.totals.add(number, grad)
             return torch.zeros_like(gradient) if first is None else first

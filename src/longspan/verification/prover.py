@@ -1,6 +1,6 @@
 """Run a model on one device and over simulated ranks, and find the first module whose output differs.
 
-`prove_model` and the check of Hugging Face models at first use are both built on it. Every simulated rank has a copy of
+`prove_model` and the proof of Hugging Face models are both built on it. Every simulated rank has a copy of
 the model with the same parameters, and all ranks share one autograd graph: one backward pass of the sum of their losses
 gives the sum of their gradients. Two ranks whose shares of a loss w * x are w * 2 and w * 3 give w the gradient 5, as
 one device does for both tokens.

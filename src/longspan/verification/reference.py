@@ -304,10 +304,10 @@ def reference_result(
     q, k, v = leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
     scoring = meaning.scoring
     captured = () if scoring is None else scoring.captured
-    swap = Swap(captured, [t.detach().double() for t in captured], by_element=False)
+    swap = Swap(captured, [t.detach().double() for t in captured])
     sinks = None if meaning.sinks is None else meaning.sinks.detach().cpu().double().requires_grad_()
     out, lse = _forward(meaning, (q, k, v), sinks, swap, jitter, dout.double())
-    shared = [leaf for (leaf,) in swap.leaves] + ([] if sinks is None else [sinks])
+    shared = swap.leaves + ([] if sinks is None else [sinks])
     gradients = torch.autograd.grad(out, [*leaves, *shared], dout.double(), allow_unused=True)
     grads = [
         (torch.zeros_like(t) if g is None else g).cpu() for g, t in zip(gradients, [*leaves, *shared], strict=True)
@@ -357,7 +357,7 @@ def _apply_score(meaning: Meaning, scores: Tensor, swap: Swap) -> Tensor:
 def _index(scores: Tensor, q_at: Tensor | None, kv_at: Tensor | None) -> Inputs:
     b, h, s, _ = (torch.arange(n, device=scores.device) for n in scores.shape)
     q, kv = (s if at is None else at.to(s.device) for at in (q_at, kv_at))
-    return b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), kv
+    return b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1)
 
 
 def _softmax(
