@@ -85,7 +85,10 @@ python_maximum_signature_line_length = 88
 
 # Private classes in annotations, and aliases of several types.
 nitpick_ignore_regex = [
-    ("py:class", r"Axes|Rectangle|numpy\.float64|contextlib\.AbstractContextManager"),
+    (
+        "py:class",
+        r"Axes|Figure|Rectangle|numpy\.float64|contextlib\.AbstractContextManager",
+    ),
     ("py:class", "Documents|Group|ScoreMod|Options|Table|ConvPlan|ScanPlan"),
     (
         "py:class",
@@ -93,7 +96,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"longspan\.(planning|run|scoring|watch|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w*",
+        r"longspan\.(planning|run|scoring|testing|training|viz|huggingface|torch_api)(\.[a-z_]+)+\._?[A-Z]\w*",
     ),
 ]
 

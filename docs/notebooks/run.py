@@ -20,8 +20,8 @@ def ran(path: Path, folder: str | Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
-        timeout=240,
-        startup_timeout=240,
+        timeout=600,
+        startup_timeout=600,
         kernel_name="python3",
         record_timing=False,
     )

@@ -181,7 +181,7 @@ def test_fused(site: Site, scheme: str) -> None:
         for by_triton in (True, False):
             with mock.patch.object(fused, "is_fused", lambda _, answer=by_triton: answer):
                 out, lse = attention(*inputs, plan, group=group, return_lse=True)
-                answers.append([out, lse, *torch.autograd.grad(out, inputs, dout.to(out))])
+                answers.append([out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout.to(out))])
         narrow, broad = units(getattr(torch, dtype))
         for name, found, right in zip(("out", "lse", "dq", "dk", "dv"), *answers, strict=True):
             budget = float((2 * (broad if name == "lse" else narrow) + MIN_ROUNDINGS * broad) * right.double().norm())

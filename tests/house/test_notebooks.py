@@ -37,7 +37,7 @@ def run(path, folder, monkeypatch):
 
 
 @pytest.mark.share(2)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_run_and_print_what_is_stored(nbformat, tmp_path, monkeypatch, name):
