@@ -69,6 +69,24 @@ def two_ranks() -> dict[str, int]:
     return count(lambda: ls.attention(q, k, v, plan, group=dist.group.WORLD))
 
 
+def context_parallel_step() -> dict[str, int]:
+    """A context of PyTorch's words over three buffers, with attention and backward inside."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from longspan.torch_api import context_parallel
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    q, k, v = (torch.randn(1, 4, 256, 32) for _ in range(3))
+    weight = torch.ones((), requires_grad=True)
+
+    def step() -> None:
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            attention = torch.nn.functional.scaled_dot_product_attention
+            attention(q * weight, k * weight, v * weight, is_causal=True).sum().backward()
+
+    return count(step)
+
+
 def hugging_face_step() -> dict[str, int]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -104,6 +122,7 @@ def main() -> int:
     ranks = Ranks(2)
     try:
         rows.append(("calls, two Gloo ranks, forward", 200, ranks.run(two_ranks)[0]["calls"]))
+        rows.append(("calls, context_parallel step, two ranks", 600, ranks.run(context_parallel_step)[0]["calls"]))
         rows.append(("calls, Hugging Face step, two ranks", 1_600, ranks.run(hugging_face_step)[0]["calls"]))
     finally:
         ranks.end()

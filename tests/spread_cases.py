@@ -34,7 +34,7 @@ FORMS = (
     "own matrix", "own scalar", "own rows", "own elements",
 )  # fmt: skip
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "balanced", "scattered", "one token", "padded", "equal")
-SCHEMES = ("chain", "exchange", "doubling", "two_level(2)", "two_level(3)", "auto")
+SCHEMES = ("chain", "doubling", "auto")
 LIMIT = 1e-12
 
 

@@ -559,9 +559,12 @@ def cpu_has_bfloat16() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-def is_mapped(tensor: Tensor) -> bool:
-    """Return whether `torch.vmap` maps this tensor now."""
-    return torch._C._functorch.is_batchedtensor(tensor)  # type: ignore[attr-defined]
+def vmap_level(tensor: Tensor | None = None) -> int:
+    """Return the level of the `torch.vmap` that maps a tensor, 0 if none does; without a tensor, the innermost one."""
+    functorch = torch._C._functorch  # type: ignore[attr-defined]
+    if tensor is None:
+        return functorch.maybe_current_level() or 0
+    return functorch.maybe_get_level(tensor) if functorch.is_batchedtensor(tensor) else 0
 
 
 def unmapped(tensor: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ def scan_plan(
             Mamba-2, lightning attention), "rows" (one per key: GLA), "elements".
         dtype: of states: "float32", or "float64" for float64 tokens.
         batch: batch rows.
-        scheme: "chain", "exchange", "doubling", "two_level" or "two_level(RANKS OF A NODE)", which is used or refused;
-            "relayout" moves tokens to a contiguous layout and back; "auto" compares all, with reasons.
+        scheme: "chain" or "doubling", which is used or refused; "relayout" moves tokens to a contiguous layout and
+            back; "auto" compares all, with reasons.
         machine: what "auto" estimates costs for: a `Machine`, or the name of one, such as "h100".
         token_bytes: bytes of all inputs and outputs of the recurrence for one token: with it, "auto" also considers
             moving tokens.

@@ -16,6 +16,7 @@ from longspan.run import transports
 from tests.device import forms
 from tests.gloo.gpu_suite_work import replaced
 from tests.gpu import site, test_exact, test_host, test_memory, test_time, test_training
+from tests.gpu.one_card import Message
 from tests.gpu.suite import run_suite
 
 TOKENS = {"4k": 320, "16k": 256, "32k": 320, "64k": 384, "256k": 512, "1M": 768}
@@ -60,8 +61,13 @@ def replacements(judges_speed):
 
 
 def stale_buffer():
-    """Memory of a message is used for the next one, although it is still read."""
-    return transports, "is_shared", lambda whole: False
+    """The memory of a message on the card is read before the message is in it."""
+
+    def wait_all(works):
+        for work in works:
+            (work.work if isinstance(work, Message) else work).wait()
+
+    return transports, "wait_all", wait_all
 
 
 def wrong_alignment():

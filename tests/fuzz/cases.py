@@ -80,6 +80,4 @@ class Case:
 
 
 def _kind_of_scale(scale) -> str:
-    if scale is None or isinstance(scale, tuple):
-        return "default" if scale is None else "tensor"
-    return "0" if scale == 0 else "negative" if scale < 0 else "positive"
+    return "default" if scale is None else "tensor" if isinstance(scale, tuple) else "positive"

@@ -65,10 +65,18 @@ class Verdict:
         parts = [f"{len(self.passed)} test{'s' * (len(self.passed) != 1)}"] if self.passed else []
         parts += [f"wrong in {', '.join(self.failed)}"] if self.failed else []
         if self.others and (self.passed or self.failed):
-            parts.append("not run: " + ", ".join(f"{' '.join(names)} ({why})" for why, names in self.others.items()))
+            parts.append("not run: " + ", ".join(f"{_few(names)} ({why})" for why, names in self.others.items()))
         elif self.others:
             parts.append("; ".join(self.others))
         return f"{self.word:8} {self.claim}: {'; '.join(parts) or 'no test was selected'}"
+
+
+def _few(names: list[str]) -> str:
+    """
+    >>> _few(["a", "b"]), _few(["a", "b", "c", "d"])
+    ('a b', 'a and 3 others')
+    """
+    return " ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
 def verdicts(found: Mapping[str, tuple[str, str]]) -> list[Verdict]:

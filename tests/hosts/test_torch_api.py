@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import lightness
 from tests.hosts import torch_api_work as work
 from tests.pool import pool
 
@@ -33,6 +34,11 @@ def test_the_matrix_of_pytorch(way, world, tokens):
 @pytest.mark.parametrize("way", work.WAYS)
 def test_masks_pytorch_cannot_say(way, world):
     assert_exact(run(work.masks_and_balancers, way, world=world))
+
+
+def test_a_warm_step_makes_few_calls():
+    for found in run(lightness.context_parallel_step):
+        assert found["calls"] <= 600, found
 
 
 def test_rotate_method_names_the_schedule():

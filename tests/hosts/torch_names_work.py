@@ -233,6 +233,8 @@ def gathered_by_hand():
     for balancer in (None, _HeadTailLoadBalancer(tokens, mesh.size(), "cpu")):
         _cp_options.enable_load_balance = balancer is not None
         mask = _create_cp_block_mask(causal_mod, 1, 1, tokens, tokens, mesh, balancer)
+        later = _create_cp_block_mask(causal_mod, 1, 1, tokens, tokens, (128, 128), mesh, balancer)  # as in 2.15
+        assert torch.equal(later.to_dense(), mask.to_dense())
         shards = _context_parallel_shard(mesh, [q, k, v], [2] * 3, balancer)
         keys, values = flex_cp_allgather(shards[1], shards[2], 2, mesh.get_group().group_name)
         out = flex_attention(shards[0], keys, values, block_mask=mask)

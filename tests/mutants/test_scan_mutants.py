@@ -16,11 +16,11 @@ from tests.spread_cases import LIMIT, distances, loopback, one_device, problem
 
 PROBLEMS = (
     {"form": "delta", "world": 4, "layout": "zigzag", "total": 24, "batch": 2, "scheme": "doubling"},
-    {"form": "kda", "world": 3, "layout": "striped", "total": 17, "batch": 2, "scheme": "exchange"},
-    {"form": "own matrix", "world": 5, "layout": "contiguous", "total": 24, "batch": 2, "scheme": "two_level(2)"},
+    {"form": "kda", "world": 3, "layout": "striped", "total": 17, "batch": 2, "scheme": "doubling"},
+    {"form": "own matrix", "world": 5, "layout": "contiguous", "total": 24, "batch": 2, "scheme": "doubling"},
     {"form": "ssd with all", "world": 4, "layout": "zigzag", "total": 24, "batch": 2, "scheme": "doubling"},
     {"form": "gla", "world": 3, "layout": "striped", "total": 19, "batch": 2, "scheme": "chain"},
-    {"form": "elements", "world": 4, "layout": "padded", "total": 20, "batch": 2, "scheme": "exchange"},
+    {"form": "elements", "world": 4, "layout": "padded", "total": 20, "batch": 2, "scheme": "doubling"},
 )
 DOCUMENTS = [[11, 2, 0], [4, 9, 0]]
 
@@ -231,12 +231,12 @@ MUTANTS = {
         "place = np.lexsort((rank, chain)).argsort() - np.searchsorted(chain, chain)",
     ),
     "doubling reaches too far": (
-        scan_plan, "_double",
+        scan_plan.SCAN_PLANNERS, "doubling",
         "new[i] = starts[i - reach]",
         "new[i] = starts[0]",
     ),
     "doubling ends too early": (
-        scan_plan, "_double",
+        scan_plan.SCAN_PLANNERS, "doubling",
         "while reach < count",
         "while 2 * reach < count",
     ),
@@ -244,16 +244,6 @@ MUTANTS = {
         scan_plan.SCAN_PLANNERS, "chain",
         "draft.send(step, (rank, after), chain, (0, i + 1))",
         "draft.send(step, (rank, after), chain, (0, max(i, 1)))",
-    ),
-    "an exchange forgets a map": (
-        scan_plan, "_exchange_run",
-        "if place > i:",
-        "if place > i + 1:",
-    ),
-    "nodes exchange their last segment only": (
-        scan_plan, "two_level",
-        "units = [(first, end, ranks[end - 1])",
-        "units = [(end - 1, end, ranks[end - 1])",
     ),
     "backward's steps are not turned round": (
         scan_plan, "transpose_steps",

@@ -2,7 +2,7 @@
 
 import torch
 
-from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan, scan_plan
+from longspan import LayoutError, MaskError, PlanError, ScheduleError, layouts, masks, plan
 from longspan.planning import Link, Machine, Sizes, Tiling, machine_named
 from longspan.planning.machine import CPU
 from tests.refusals.bad_inputs import INF, NAN, bad, counts
@@ -46,10 +46,6 @@ def _arguments():
     for value in (None, 3, ["ring"], b"ring"):
         says = f"scheme = {value!r}", "A scheme is a name"
         yield bad(f"scheme {value!r}", lambda v=value: planned(scheme=v), PlanError, *says)
-    yield bad("schedule", lambda: planned(schedule="ring"), PlanError, "argument schedule", "Use scheme='ring'")
-    scan = {"heads": 2, "keys": 4, "values": 4, "maps": "matrix", "schedule": "chain"}
-    says = "scan_plan", "Use scheme='chain'"
-    yield bad("scan schedule", lambda: scan_plan(None, layouts.zigzag(16, 4), **scan), PlanError, *says)
     for heads in (0, 3, 5, 64):
         says = f"groups of {heads} ranks", "Use a divisor of 4"
         yield bad(f"hybrid {heads}", lambda h=heads: planned(scheme=f"hybrid({h},ring)"), PlanError, *says)

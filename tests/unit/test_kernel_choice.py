@@ -201,7 +201,7 @@ def test_packages_are_called_without_replacing_operators(monkeypatch):
     monkeypatch.setattr(_torch, "flash_package", lambda name: (forward, backward))
     x, starts = torch.zeros(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
     for name in ("fa3", "fa4"):
-        kernel = kernels.kernel_named(name).kernel
+        kernel = kernels.kernel_named(name)
         kernel.op(x, x, x, starts, starts, (4, 4), (-1, 0), 0.5)
         kernel.backward_op(x, x, x, x, x, x[..., 0], starts, starts, (4, 4), (3, 0), 0.5)
     expected = {"scale": 0.5, "window_size_left": -1, "window_size_right": 0}

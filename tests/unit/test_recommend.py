@@ -406,6 +406,7 @@ def test_names_on_the_hub(plan, tmp_path, monkeypatch):
     found = json.loads(plan("--model", "Some/Tiny", *words)[1])["model"]
     assert found == {
         "name": "Some/Tiny", "model_type": "qwen3", "parameters": sizes_of(TINY).params, "layers": 3,
+        "active_parameters": sizes_of(TINY).params,
     }  # fmt: skip
     local = Path("Some/Tiny")
     local.mkdir(parents=True)

@@ -68,7 +68,7 @@ def test_there_are_as_many_documents_as_the_tail_should_have():
 def test_prices_are_near_simulations(world, sizes):
     """`auto` goes by prices, which take steps together; the simulation lets ranks run ahead of each other."""
     layout = ls.layouts.zigzag(TOKENS, world)
-    schemes = ("chain", "exchange", "doubling", "two_level(8)") if world < 1024 else ("doubling", "two_level(8)")
+    schemes = ("chain", "doubling") if world < 1024 else ("doubling",)
     priced, simulated = {}, {}
     for scheme in schemes:
         plan = ls.scan_plan(None, layout, scheme=scheme, **sizes)

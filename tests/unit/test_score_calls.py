@@ -301,6 +301,22 @@ REFUSED = {
 COMPLEX = torch.ones(8, dtype=torch.complex128, requires_grad=True)
 
 
+def test_a_function_that_maps_a_tensor_itself():
+    """Its gradient would be lost: refused. A tensor without one is read as it is."""
+    q, k, v, _ = make()
+    weights = torch.randn(3, dtype=q.dtype)
+
+    def call(weights):
+        return ls.attention(
+            q, k, v, MASK, score_mod=lambda s, b, h, i, j: s + torch.vmap(lambda w: w * i)(weights).sum()
+        )
+
+    expected = ls.attention(q, k, v, MASK, score_mod=lambda s, b, h, i, j: s + weights.sum() * i)
+    assert torch.allclose(call(weights), expected)
+    with pytest.raises(ls.KernelError, match=r"must not map a tensor that needs a gradient"):
+        call(weights.requires_grad_())
+
+
 def test_vmap_over_a_captured_tensor_is_refused():
     q, k, v, _ = make()
 

@@ -95,7 +95,7 @@ def recorder_class() -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    from longspan._torch import is_mapped, unmapped
+    from longspan._torch import unmapped, vmap_level
 
     def tensors(value: Any) -> Iterator[Any]:
         if isinstance(value, torch.Tensor):
@@ -115,9 +115,11 @@ def recorder_class() -> Any:
             self.tensors: list[Any] = []
             self._known: dict[int, Any] = {}  # holds tensors, so that no id is used again
             self._unused = unused
+            self._outside = self._inside = vmap_level()
 
         def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
             self._known.update((id(tensor), tensor) for tensor in arguments)
+            self._inside = vmap_level()
             with self:
                 result = function(*arguments)
             self._note(result)  # which may be a tensor from outside
@@ -136,17 +138,16 @@ def recorder_class() -> Any:
         def _note(self, value: Any) -> None:
             for tensor in tensors(value):
                 given = tensor
-                while id(tensor) not in self._known and is_mapped(tensor):  # by the function's own torch.vmap
+                while id(tensor) not in self._known and vmap_level(tensor) > self._inside:  # by the function's own vmap
                     tensor = unmapped(tensor)
-                if id(tensor) in self._known:
-                    continue
-                if tensor is not given and tensor.requires_grad:
+                if id(tensor) not in self._known and vmap_level(tensor) <= self._outside:  # not computed from indices
+                    self.tensors.append(tensor)
+                    self._known[id(tensor)] = tensor
+                if tensor is not given and tensor.requires_grad and any(tensor is known for known in self.tensors):
                     raise KernelError(
                         "score_mod must not map a tensor that needs a gradient by torch.vmap, but it does. Use"
                         " broadcasting, or detach the tensor."
                     )
-                self.tensors.append(tensor)
-                self._known[id(tensor)] = tensor
 
         def _check(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
             if name == "__get__" and not isinstance(result, torch.Tensor):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,17 +40,15 @@ from longspan.spans import Ints, truncated_repr
 # on ranks 0 to 7, what rank 7 receives:
 #
 #     chain        state[0:7)                                    after 7 steps, each rank waiting for the one before
-#     exchange     state[0:1) map[1:2) ... map[6:7)              after 1 step, folded locally
 #     doubling     [5:6) is joined by [4:5), then by [2:4) and so on: maps double their reach in every step, and the
 #                  state [0:7) comes from rank 6 in the last one (1 + log2 7 steps)
-#     two_level(4) all maps within a node, only those of whole nodes between nodes
 
 
-ScanPlanner = Callable[[Draft, int, Sequence[int], int], None]
-"""Writes a chain, by number, with the ranks of its segments, on a machine with this many ranks per node."""
+ScanPlanner = Callable[[Draft, int, Sequence[int]], None]
+"""Writes a chain, by number, with the ranks of its segments."""
 
 
-def one_after_another(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
+def one_after_another(draft: Draft, chain: int, ranks: Sequence[int]) -> None:
     """A rank waits for the state that enters it, and passes on the one that leaves it. Only states travel."""
     step = 0
     for i, (rank, after) in enumerate(itertools.pairwise(ranks)):
@@ -60,97 +57,39 @@ def one_after_another(draft: Draft, chain: int, ranks: Sequence[int], node: int)
         step += rank != after
 
 
-def exchange(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
-    """Every rank gets the maps of all segments before its last one, and folds them itself. One step."""
-    _exchange_run(draft, chain, ranks, (0, len(ranks)), is_last=True)
-
-
-def doubling(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:  # noqa: ARG001
-    """In every step the piece that ends with a segment is joined with the one before, of the same length."""
-    units = [(i, i + 1, rank) for i, rank in enumerate(ranks[:-1])]
-    step = _double(draft, chain, units, 0)
-    for i, rank in enumerate(ranks[:-1]):
-        draft.send(step, (rank, ranks[i + 1]), chain, (0, i + 1))
-
-
-def _double(draft: Draft, chain: int, units: Sequence[tuple[int, int, int]], step: int) -> int:
-    """Double consecutive units (first, end, owner); return the step at whose beginning each owner has [0:end).
+def doubling(draft: Draft, chain: int, ranks: Sequence[int]) -> None:
+    """In every step the piece that ends with a segment is joined with the one before, of the same length.
 
     Folds of a step come before its transfers, so what a transfer brought is folded in the next step.
     """
-    starts = [first for first, _, _ in units]
-    reach, count = 1, len(units)
+    step, reach, count = 0, 1, len(ranks) - 1
+    starts = list(range(count))
     while reach < count:
         for i in range(reach, count):
-            _, end, owner = units[i - reach]
-            draft.send(step, (owner, units[i][2]), chain, (starts[i - reach], end))
+            draft.send(step, (ranks[i - reach], ranks[i]), chain, (starts[i - reach], i - reach + 1))
         step += 1
         new = list(starts)
         for i in range(reach, count):
             new[i] = starts[i - reach]
-            draft.fold(step, units[i][2], chain, (new[i], starts[i], units[i][1]))
+            draft.fold(step, ranks[i], chain, (new[i], starts[i], i + 1))
         starts, reach = new, 2 * reach
-    return step
+    for i in range(count):
+        draft.send(step, (ranks[i], ranks[i + 1]), chain, (0, i + 1))
 
 
-def two_level(draft: Draft, chain: int, ranks: Sequence[int], node: int) -> None:
-    """Consecutive segments in one node exchange maps; the map of each such run goes from node to node by doubling; the
-    state that enters a run is sent to all ranks of the run."""
-    edges = [i for i in range(1, len(ranks)) if ranks[i] // node != ranks[i - 1] // node]
-    runs = list(zip([0, *edges], [*edges, len(ranks)], strict=True))
-    for first, end in runs:
-        _exchange_run(draft, chain, ranks, (first, end), is_last=end == len(ranks))
-    units = [(first, end, ranks[end - 1]) for first, end in runs[:-1]]
-    step = _double(draft, chain, units, 1)
-    for (_, end, owner), (after, _) in zip(units, runs[1:], strict=True):
-        draft.send(step, (owner, ranks[after]), chain, (0, end))
-    for first, end in runs[1:]:
-        for i in range(first, end):
-            draft.send(step + 1, (ranks[first], ranks[i]), chain, (0, first))
-        for i in range(first + 1, end):
-            draft.fold(step + 2, ranks[i], chain, (0, first, i))
+SCAN_PLANNERS: dict[str, ScanPlanner] = {"chain": one_after_another, "doubling": doubling}
 
 
-def _exchange_run(draft: Draft, chain: int, ranks: Sequence[int], run: tuple[int, int], *, is_last: bool) -> None:
-    """Give every owner in the run the map of all segments before its last one, and the owner of the last one that of
-    the whole run, unless the chain ends with it."""
-    first, end = run
-    last = {ranks[i]: i for i in range(first, end)}
-    for i in range(first, end - 1):
-        for other, place in last.items():
-            if place > i:
-                draft.send(0, (ranks[i], other), chain, (i, i + 1))
-    for rank, place in last.items():
-        whole = place + 1 if place == end - 1 and not is_last else place
-        for i in range(first + 1, whole):
-            draft.fold(1, rank, chain, (first, i, i + 1))
-
-
-SCAN_PLANNERS: dict[str, ScanPlanner] = {
-    "chain": one_after_another,
-    "exchange": exchange,
-    "doubling": doubling,
-    "two_level": two_level,
-}
-_TWO_LEVEL = re.compile(r"two_level\((\d{1,6})\)")
-
-
-def build_draft(name: str, chains: Chains, node: int) -> Draft:
+def build_draft(name: str, chains: Chains) -> Draft:
     """Return the draft of all chains by the planner of this name."""
-    match = _TWO_LEVEL.fullmatch(name)
-    if match and int(match[1]):
-        planner, node = two_level, int(match[1])
-    elif name in SCAN_PLANNERS:
-        planner = SCAN_PLANNERS[name]
-    else:
+    if name not in SCAN_PLANNERS:
         raise PlanError(
-            f"scheme of a scan must be one of {', '.join(SCAN_PLANNERS)}, two_level(RANKS PER NODE) and auto, but got"
-            f" {truncated_repr(name)}."
+            f"scheme of a scan must be one of {', '.join(SCAN_PLANNERS)} and auto, but got {truncated_repr(name)}."
         )
     draft = Draft(chains.batches)
     for number, ranks in enumerate(chains.ranks()):
         if len(ranks) > 1:
-            planner(draft, number, ranks, node)
+            SCAN_PLANNERS[name](draft, number, ranks)
     return draft
 
 
@@ -332,8 +271,6 @@ def _relayout_price(source: Layout, target: Layout, token_bytes: int, machine: M
 
 
 RELAYOUT = "relayout"
-MAX_SENDS = 20_000
-"""Approximate limit on the transfers of an exchange: it is not compared beyond."""
 
 
 @opaque
@@ -448,16 +385,9 @@ def planned_scan(
     """Return the plan of the named scheme, or of the fastest one on the machine."""
     if scheme == RELAYOUT and elsewhere is not None:
         return _relayout_plan(chains.layout, elsewhere, sizes, dtype, machine)
-    names = [scheme]
-    if scheme == "auto":
-        # An exchange of very long chains is not worth comparing, nor two levels on one node.
-        sends = sum(len(ranks) ** 2 for ranks in chains.ranks() if len(ranks) > 1)
-        names = ["chain", *(["exchange"] if sends <= MAX_SENDS else []), "doubling"]
-        names += ["two_level"] if chains.layout.world_size > machine.node else []
     judged: list[tuple[Reason, Draft]] = []
-    for name in names:
-        name = f"two_level({machine.node})" if name == "two_level" else name  # the node size is part of the plan
-        draft = build_draft(name, chains, machine.node)
+    for name in SCAN_PLANNERS if scheme == "auto" else (scheme,):
+        draft = build_draft(name, chains)
         judged.append((price(name, draft, chains.layout.world_size, sizes, machine)[0], draft))
     judged.sort(key=lambda pair: (pair[0].seconds, pair[0].bytes_received))
     chosen = replace(judged[0][0], chosen=True)

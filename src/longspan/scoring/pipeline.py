@@ -122,7 +122,8 @@ class _TakeRows(torch.autograd.Function):
         return None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, rows: Tensor, at: Tensor, add: AddRows) -> Any:  # noqa: ARG004
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]  # noqa: ARG004
+        rows, at, add = args
         return _TakeRows.apply(rows, at.movedim(in_dims[1], 0), add), 0
 
 

@@ -120,16 +120,19 @@ def _create_cp_block_mask(
     H: int,
     Q_LEN: int,
     KV_LEN: int,
-    device_mesh: DeviceMesh,
+    device_mesh: Any,
     load_balancer: Any = None,
+    _balancer_of_2_15: Any = None,
     *,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
     """Return the BlockMask of this rank's queries and all keys, in the order in which shards are gathered.
 
     `mask_mod` gets global positions. Without a balancer, `_cp_options.enable_load_balance` selects one, as in PyTorch.
-    Any length is accepted.
+    Any length is accepted. PyTorch 2.15 takes `BLOCK_SIZE` before `device_mesh`, 2.13 by name; both calls work.
     """
+    if isinstance(device_mesh, int | tuple):
+        BLOCK_SIZE, device_mesh, load_balancer = device_mesh, load_balancer, _balancer_of_2_15
     check_mesh(device_mesh)
     if Q_LEN != KV_LEN:
         raise PlanError(

@@ -389,7 +389,8 @@ class _Hooks:
             name = {"sdpa": "torch.nn.functional.scaled_dot_product_attention", "flex": "flex_attention"}[kind]
             raise PlanError(
                 f"{type(module).__name__} has ContextParallel(attention_type={kind!r}), but its forward never called"
-                f" {name}: its attention, if any, was local. Apply it to the module that calls attention."
+                f" {name}: its attention, if any, saw the tokens of this rank alone. Apply it to the module that calls"
+                f" attention."
             )
 
     @torch.compiler.disable(reason="routes are left outside compiled graphs")

@@ -152,6 +152,7 @@ class Route:
         self.calls: Counter[str] = Counter()
         """Attention that was computed inside, by its kind."""
         self.ran_backward = False
+        self.outer: Route | None = None
         self._rearranged: dict[Any, Any] = {}
         """Masks and score functions over the places of a cut with an order for each batch row."""
 
@@ -205,11 +206,11 @@ class Route:
         )  # fmt: skip
 
     def count(self, kind: str) -> None:
-        """Count a call in all active routes: wrapped modules check that there was one."""
-        self.calls[kind] += 1
-        for route in routes():
-            if route is not self:
-                route.calls[kind] += 1
+        """Count a call here and in the routes around: wrapped modules check that there was one."""
+        route: Route | None = self
+        while route is not None:
+            route.calls[kind] += 1
+            route = route.outer
 
     def sdpa(
         self,
@@ -602,6 +603,7 @@ _special_names = {getattr(function, "__name__", name): name for function, name i
 @contextmanager
 def active(route: Route) -> Iterator[None]:
     """Route the calls of this thread."""
+    route.outer = current()
     _count_active(1)
     try:
         with Router(route):

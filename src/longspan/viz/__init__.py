@@ -1,4 +1,4 @@
-"""Pictures of masks, layouts and plans, as matplotlib figures. Needs matplotlib: `pip install "longspan[viz]"`.
+"""Pictures of masks, layouts and plans, as matplotlib figures. Needs matplotlib: `pip install matplotlib`.
 
 Save a figure with `figure.savefig("mask.png")`; masks, layouts and plans draw themselves in notebooks.
 """

@@ -49,7 +49,7 @@ def new_figure(width: float, height: float, title: str, remark: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LongspanError(
-            '`matplotlib` is required to draw pictures, but it is not installed. Run: pip install "longspan[viz]".'
+            "`matplotlib` is required to draw pictures, but it is not installed. Run: pip install matplotlib."
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     heading = textwrap.shorten(title, int(11 * width), placeholder=" ...")
