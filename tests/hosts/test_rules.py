@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 import transformers as hf
 
+from longspan.cli.command import main
 from longspan.huggingface import first_use, rules
 from longspan.huggingface.batches import read_batch
 from longspan.huggingface.prove import table
@@ -319,3 +320,27 @@ def test_a_table_that_is_written_is_read(tmp_path, monkeypatch):
         assert line.startswith("LlamaForCausalLM")
     finally:
         rules.read_table.cache_clear()
+
+
+def test_the_command_adds_an_entry(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rules, "PATH", tmp_path / "rules.json")
+    rules.read_table.cache_clear()
+    try:
+        assert main(["prove", "llama", "--forms", "plain", "--add"]) == 0
+        assert find_entry(hf.LlamaForCausalLM, hf.LlamaConfig(num_hidden_layers=3), PLAIN) is not None
+        assert find_entry(hf.LlamaForCausalLM, hf.LlamaConfig(), Form(labels=False)) is None
+    finally:
+        rules.read_table.cache_clear()
+    capsys.readouterr()
+    assert main(["prove"]) == 2
+    assert main(["prove", "llama", "--all"]) == 2
+    assert capsys.readouterr().err.count("and not both") == 2
+
+
+def test_a_proof_of_all_families_makes_the_table(monkeypatch, capsys):
+    """Of one family here: all of its entries are those that ship, and no other."""
+    monkeypatch.setattr(table, "cases", lambda: [CASES["masked:esm"]])
+    assert main(["prove", "--all"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("LlamaForCausalLM") for line in lines)
+    assert not any(line.startswith("EsmForMaskedLM") for line in lines)

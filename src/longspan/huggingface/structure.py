@@ -277,10 +277,10 @@ def _has_other_forward(module: nn.Module) -> bool:
         while forward is not None and id(forward) not in known:
             inner = getattr(forward, "func", None) or getattr(forward, "__func__", None)
             if inner is None:
-                code = inspect.unwrap(forward)
-                package = str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0]
-                if id(code) not in known and package not in (*HARMLESS, "torch"):
+                home = getattr(forward, "__globals__", {}).get("__name__") or type(forward).__module__
+                if home.partition(".")[0] not in (*HARMLESS, "torch"):
                     return True
+                inner = getattr(forward, "__wrapped__", None)
             forward = inner
     return False
 
