@@ -73,7 +73,8 @@ def wrong_wheel(path: Path) -> Iterator[str]:
         about = [name for name in names if name.endswith(".dist-info/METADATA")]
         said = Parser().parsestr(archive.read(about[0]).decode()) if about else None
     inside = [name for name in names if name.startswith("longspan/")]
-    source = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*.py")} | {"longspan/py.typed"}
+    source = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*.py")}
+    source |= {"longspan/py.typed", "longspan/huggingface/rules.json"}
     yield from (f"the wheel has {name}" for name in sorted(set(inside) - source))
     yield from (f"the wheel lacks {name}" for name in sorted(source - set(inside)))
     info = f"longspan-{version()}.dist-info/"
