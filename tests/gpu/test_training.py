@@ -79,7 +79,12 @@ def checkpointed(block: nn.Module, x: Tensor, attend: Attend) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "way", ["checkpointing", *(pytest.param(w, marks=pytest.mark.slow) for w in ("compile", "fsdp2"))]
+    "way",
+    [
+        "checkpointing",
+        pytest.param("compile", marks=pytest.mark.slow),
+        pytest.param("fsdp2", marks=[pytest.mark.slow, pytest.mark.cards]),
+    ],  # Gloo through the host ends the process
 )
 def test_step(site: Site, way: str) -> None:
     """A step of two blocks with attention. FSDP2 shards the model over the ranks that share the sequence."""
