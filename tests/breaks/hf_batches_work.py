@@ -183,7 +183,7 @@ def compare(family, modes):
 
 
 def opt_with_wrong_rule():
-    """OPT, padding on the left, by a rule that places padding elsewhere than OPT does: what the check at first use says
+    """OPT, padding on the left, by a rule that places padding elsewhere than OPT does: what the proof says
     of it, the refusal of a label at the first real token, and the differences of a batch without it and of one with it
     that is not checked."""
     from unittest import mock
@@ -205,6 +205,7 @@ def opt_with_wrong_rule():
         mock.patch.object(detect, name, wrong_rule),
         mock.patch.object(batches, name, wrong_rule),
         mock.patch.object(first_use, "find_entry", return_value=None),
+        mock.patch.object(first_use, "_PROOFS", {}),
     ):
         expected = [on_one_device(model, one, "opt") for one in (batch, later)]
         model.set_attn_implementation("longspan")

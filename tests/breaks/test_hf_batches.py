@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 LIMIT = 1e-9
-"""In float64 all through; the check at first use has the same."""
+"""In float64 all through; the proof has the same."""
 TIMEOUT = 400.0
 IN_CI = ("opt", "bert", "roberta", "lfm2", "gpt2", "gemma3_text")
 CAUSAL_PADDING = ("left", "both", "left, labels everywhere", "right, labels everywhere")
@@ -47,7 +47,7 @@ def test_batches_of_every_kind_are_exact_or_refused(family, tries):
 
 
 def test_a_rule_that_is_wrong_at_padding_is_noticed(tries):
-    """The check at first use compares padding, too: without OPT's own rule, labels at the first real token are refused,
+    """The proof compares padding, too: without OPT's own rule, labels at the first real token are refused,
     and other batches are exact. The same batch without the refusal is off: the comparison above can fail."""
     is_exact, refused, right, unchecked = pool(2).run(work.opt_with_wrong_rule, timeout=TIMEOUT)[0]
     assert not is_exact

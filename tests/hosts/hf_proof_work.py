@@ -121,6 +121,7 @@ def first_use():
     batch, found = {"input_ids": text(), "labels": text()}, []
     with (
         mock.patch.object(place, "find_entry", return_value=None),
+        mock.patch.object(place, "_PROOFS", {}),
         mock.patch.object(check, "prove", lambda *args: counted.append(1) or prove(*args)),
     ):
         one, other = (made("Qwen3ForCausalLM", hf.Qwen3Config(**SIZES)) for _ in range(2))
