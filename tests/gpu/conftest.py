@@ -83,8 +83,8 @@ def pytest_collection_modifyitems(config, items):
         least = max((marker.args[0] for marker in item.iter_markers("ranks")), default=1)
         if site.ranks.size < least:
             item.add_marker(pytest.mark.skip(reason=f"it needs {least} ranks, and there are {site.ranks.size}"))
-        if site.on_one_card and item.get_closest_marker("cards"):
-            item.add_marker(pytest.mark.skip(reason="it needs a card for each rank"))
+        if site.on_one_card and (cards := item.get_closest_marker("cards")):
+            item.add_marker(pytest.mark.skip(reason=cards.args[0] if cards.args else "it needs a card for each rank"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -124,7 +124,7 @@ def test_docs_build_without_warnings(tmp_path):
 def _check_search(folder):
     """What people look for is in the index that the search page reads, under its page."""
     index = json.loads((folder / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
-    for word, page in (("ulyss", "glossary"), ("trl", "huggingface_training"), ("sigstop", "troubleshooting")):
+    for word, page in (("ulyss", "glossary"), ("trl", "huggingface_training"), ("sigstop", "dead_ranks")):
         places = [index[kind].get(word, []) for kind in ("terms", "titleterms")]
         found = {number for each in places for number in (each if isinstance(each, list) else [each])}
         assert index["docnames"].index(page) in found, word
