@@ -40,7 +40,8 @@ Every causal, masked, sequence-classification and image-text family is taken wit
 that does not run or lacks a kind of layer, with values from `huggingface/prove/families.py`), reduced to a tiny copy,
 and proved as `longspan prove` proves your model. Inputs are text only, also for image-text families. *Exact* families
 then ran on 2 and 3 Gloo processes: the last columns are the largest difference of the loss and all gradients of a whole
-step, relative to the largest gradient, from transformers' own attention on one device in float64; the very last is the difference of one device in float32."""
+step, relative to the largest gradient, from transformers' own attention on one device in float64; the very last is the
+difference of one device in float32."""
 
 
 def _counts(results: list[dict[str, Any]]) -> str:
