@@ -59,9 +59,9 @@ def test_every_function_of_a_name_is_special():
     """Functions that PyTorch passes to modes under the names that the router looks for."""
     from torch.overrides import get_overridable_functions
 
-    names = {"scaled_dot_product_attention", *routes._UNROUTED, *routes._FUSED, *routes._SOFTMAX, "backward"}
+    names = {"scaled_dot_product_attention", *routes._UNROUTED, "backward"}
     passed = {f for functions in get_overridable_functions().values() for f in functions}
     wanted = {f for f in passed if getattr(f, "__name__", "").partition(".")[0] in names}
-    assert len(wanted) >= 7
+    assert len(wanted) >= 3
     assert wanted <= routes._special_functions.keys()
     assert {routes._special_names[f.__name__] for f in wanted} <= names

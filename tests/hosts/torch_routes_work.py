@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan as ls
 from longspan.testing import dense_gradients
 from longspan.torch_api import api, routes
+from longspan.torch_api.balancers import Cut
 from tests.hosts.torch_api_work import mesh_of_all, quiet, refused, whole
 
 TOKENS = 64
@@ -39,9 +40,9 @@ def largest(results, right):
 
 
 def sharded_blocks(mask, layout, rank):
-    """A block mask of one rank's rows that carries its mask and layout, as shards of block masks do."""
+    """A block mask of one rank's rows that carries its mask and cut, as shards of block masks do."""
     shard = ls.block_mask(mask, layout, rank)
-    shard.longspan_shard = mask, layout, None
+    shard.longspan_shard = mask, Cut(layout)
     return shard
 
 

@@ -108,7 +108,7 @@ def context_parallel(
     Passing both `load_balancer` and `seq_len` saves a small message.
 
     Call backward inside: after exit buffers are whole again, so autograd raises if it saved one of them, and
-    checkpoints would run attention of this rank alone.
+    checkpoints cannot run forward again.
     """
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     keep = {id(t) for t in no_restore_buffers or ()}
@@ -119,9 +119,8 @@ def context_parallel(
     with ExitStack() as stack:
         if tensors:
             assert length is not None
-            if route.cut is None:
-                route.set_cut(Cut.by(default_balancer(length, mesh.size()), length, mesh.size()))
-            cut, options, rank = route.cut, cp_options(), mesh.get_local_rank()
+            options, rank, size = cp_options(), mesh.get_local_rank(), mesh.size()
+            cut = route.cut or route.set_cut(Cut.by(default_balancer(length, size), length, size))
             check_no_padding(cut.layout)
             # As in PyTorch, programs can read inside whether shards are balanced. If a balancer was passed, the option
             # says so after the context, too: results are gathered there, often without naming it.

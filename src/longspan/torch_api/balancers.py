@@ -290,11 +290,10 @@ class Cut:
 
     def differs(self, other: Cut) -> bool:
         """Return whether a rank has other tokens by the other cut."""
-        sizes, others = ((cut.layout.seq_len, cut.layout.world_size) for cut in (self, other))
-        is_same = np.array_equal(self.order, other.order) if self.order is not None and other.order is not None else (
-            self.order is other.order
-        )  # fmt: skip
-        return sizes != others or other_tokens(self.layout, other.layout) or not is_same
+        one, two = self.layout, other.layout
+        is_same_size = (one.seq_len, one.world_size) == (two.seq_len, two.world_size)
+        orders: list[Any] = [self.order, other.order]
+        return not is_same_size or other_tokens(one, two) or not np.array_equal(*orders)
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):  # 0 is a label

@@ -108,8 +108,7 @@ ROTATIONS = {"allgather": ("ALL_GATHER", "all_gather"), "alltoall": ("ALL_TO_ALL
 class Rotation:
     """How keys and values travel. The choice is kept in PyTorch's `_cp_options`, too, and holds for all threads."""
 
-    def __init__(self) -> None:
-        self.scheme: str | None = None
+    scheme: str | None = None
 
     def choose(self, method: str) -> Callable[[], None]:
         """Set the method, and return a function that restores the one before."""
@@ -124,10 +123,9 @@ class Rotation:
 
     def get(self) -> str:
         """Return the scheme. PyTorch's default, all-gather, counts as a choice only if `set_rotate_method` made it."""
-        name, scheme = cp_options().rotate_method.name, self.scheme or "auto"
-        if name == "ALL_TO_ALL":
+        if cp_options().rotate_method.name == "ALL_TO_ALL":
             return "ring"
-        return "auto" if scheme == "ring" else scheme
+        return "all_gather" if self.scheme == "all_gather" else "auto"
 
 
 rotation = Rotation()
@@ -156,25 +154,25 @@ class Route:
         self._rearranged: dict[Any, Any] = {}
         """Masks and score functions over the places of a cut with an order for each batch row."""
 
-    def set_cut(self, cut: Cut) -> None:
+    def set_cut(self, cut: Cut) -> Cut:
         self.cut, self.seq_len = cut, cut.layout.seq_len
+        return cut
 
     def cut_of(self, query: Tensor) -> Cut:
         """Return the cut. If length or balancer are unknown, the first call gathers lengths from all ranks."""
-        local_len, rank = _local(query).shape[SEQ_DIM], self.mesh.get_local_rank()
-        if self.cut is None:
+        local_len, rank, cut = _local(query).shape[SEQ_DIM], self.mesh.get_local_rank(), self.cut
+        if cut is None:
             lengths = gather_ints(self.mesh, local_len, query.device)
             if self.balancer is None and isinstance(query, DTensor):
                 _check_placement(sum(lengths), len(lengths))
-            self.set_cut(Cut.of_shards(self.balancer, lengths, self.seq_len))
-        expected = self.cut.layout.num_slots(rank)
+            cut = self.set_cut(Cut.of_shards(self.balancer, lengths, self.seq_len))
+        expected = cut.layout.num_slots(rank)
         if local_len != expected:
             raise LayoutError(
-                f"query must have {expected} tokens on rank {rank} of {self.cut.layout}, but got {local_len}. Shard"
-                f" inputs as the context shards its buffers, or pass the load_balancer= and seq_len= by which they were"
-                f" sharded."
+                f"query must have {expected} tokens on rank {rank} of {cut.layout}, but got {local_len}. Shard inputs"
+                " as the context shards its buffers, or pass the load_balancer= and seq_len= that sharded them."
             )
-        return self.cut
+        return cut
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Plan:
         """Build the plan for shards of these shapes, under `mask` and the mask of the route."""
