@@ -182,7 +182,7 @@ def left_to_the_model():
     model = llama(training=True)
     right = model(**batch, use_cache=False).loss.item()
 
-    def ran(name, change=lambda inputs: inputs, factor=1.0):
+    def ran(name, change=lambda inputs: inputs, factor=1.0, model=model):
         inputs = huggingface.shard_inputs(model, batch, dist.group.WORLD)
         output = model(**change(inputs))
         shape = tuple(output.logits.shape) if isinstance(output.logits, torch.Tensor) else repr(output.logits)
@@ -194,13 +194,11 @@ def left_to_the_model():
     ran("plain")
     ran("labels taken out", lambda inputs: {n: v for n, v in inputs.items() if "labels" not in n})
     ran("counted otherwise", lambda inputs: {**inputs, "num_items_in_batch": 3 * inputs["num_items_in_batch"]}, 3.0)
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: output)
-    ran("a hook")
-    handle.remove()
-    ran("no hook again")
-    kept, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
-    ran("another head")
-    model.lm_head = kept
+    hooked, other = llama(training=True), llama(training=True)  # changed before their first use
+    hooked.lm_head.register_forward_hook(lambda module, args, output: output)
+    ran("a hook", model=hooked)
+    other.lm_head = nn.Sequential(other.lm_head)
+    ran("another head", model=other)
     own, model.loss_function = model.loss_function, _another_loss
     ran("another loss", factor=0.5)
     model.loss_function = own

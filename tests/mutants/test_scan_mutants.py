@@ -250,11 +250,6 @@ MUTANTS = {
         "for number in reversed(range(count))",
         "for number in range(count)",
     ),
-    "backward's folds are not turned round": (
-        scan_plan, "transpose_steps",
-        "steps[number].computes[::-1]",
-        "steps[number].computes",
-    ),
     "a fold is noted for another step": (
         Draft, "fold",
         "(step, rank, chain, first, middle, end)",

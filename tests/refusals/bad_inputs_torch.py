@@ -72,8 +72,8 @@ def _contexts():
         ("documents", {"load_balancer": PerDocument([4, 5])}, LayoutError, "seq_len has 8, load_balancer has 9"),
         ("no masks", {"load_balancer": Balanced()}, LayoutError, "was given no mask", "Pass every mask"),
         ("block", {"load_balancer": RoundRobin(masks.causal(8), 0)}, LayoutError, "block = 0", "1 or more"),
-        ("a negative length", {"seq_len": -1}, LayoutError, "seq_len = -1", "0 or more"),
-        ("a length of 2.5", {"seq_len": 2.5}, LayoutError, "seq_len = 2.5", "whole number"),
+        ("a negative length", {"seq_len": -1}, PlanError, "seq_len", "at least 0", "got seq_len = -1"),
+        ("a length of 2.5", {"seq_len": 2.5}, PlanError, "seq_len", "an integer", "got seq_len = 2.5"),
     ):
         yield bad(f"context {name}", lambda k=kwargs: inside(**k), error, *says)
     for value in (None, "cp", 3):
@@ -117,7 +117,7 @@ def _attention():
     ):
         yield bad(f"inside {name}", lambda c=call: inside(c), PlanError, *says)
     half = Q[:, :, :4]
-    says = "query must have 8 tokens", "but got 4"
+    says = "the ranks hold [4] tokens", "gives them [8]"
     yield bad("inside tokens", lambda: inside(lambda: sdpa(half, half, half)), LayoutError, *says)
     masked = lambda: inside(lambda: flex_attention(Q, Q, Q, None, masks.causal(9)))  # noqa: E731
     yield bad("inside mask length", masked, MaskError, "is for 9 tokens")

@@ -150,6 +150,8 @@ def _common_length(tensors: list[Tensor], dims: list[int], seq_len: int | None) 
     check_counts(tensors, dims)
     if len({id(t) for t in tensors}) != len(tensors):
         raise PlanError("a buffer is listed twice, and would be sharded twice. List it once.")
+    if seq_len is not None:
+        seq_len = check_int(seq_len, "seq_len", "context parallelism", PlanError, low=0)
     lengths: set[int] = set() if seq_len is None else {seq_len}
     for tensor, dim in zip(tensors, dims, strict=True):
         lengths.add(_length(tensor, dim))
