@@ -120,7 +120,7 @@ def check_scheme(text: str) -> str:
     'hybrid(8,ring)'
     >>> check_scheme("ulyses")
     Traceback (most recent call last):
-    longspan.errors.PlanError: --scheme must be auto, exchange, staged, all_gather, ring, all_to_all (or ulysses), or a hybrid such as hybrid(8,exchange) (usp(8) is hybrid(8,ring)), but got 'ulyses'. Did you mean ulysses?
+    longspan.errors.PlanError: --scheme must be auto, ring, all_gather, exchange, staged, all_to_all (or ulysses), or a hybrid such as hybrid(8,exchange) (usp(8) is hybrid(8,ring)), but got 'ulyses'. Did you mean ulysses?
     """  # noqa: E501
     name = scheme_name(text)
     known = ("auto", *PLANNERS, "all_to_all", "ulysses")

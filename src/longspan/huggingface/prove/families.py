@@ -43,7 +43,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "emu3": {"vocabulary_map": {"<image>": 151900, "<|extra_200|>": 151846, "<|visual token 000000|>": 151854}},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},  # nosec B105
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "granite4_vision": {"deepstack_layer_map": [(-1, 0), (-2, 1)], "downsample_rate": "4/8"},
     "granitemoehybrid": {"layer_types": HYBRID * 8},
